@@ -225,7 +225,7 @@ def write(
     tell(mesh, choice, "write")
     with noted() as lost:
         placed = {place_of(name): x for name, x in tensors.items()}
-        job = Job(own, group, placed, form, token, exists, dict(hints or {}), alignment, locking, lost)
+        job = Job(own, group, placed, form, token, exists, dict(hints or {}), alignment, locking, lost, set())
         mode = _WAYS[choice.name](job)
     if group.rank == 0:
         error = _tidy(job, [w for w, wanted in ((write_xdmf, xdmf), (write_vtkhdf, vtkhdf)) if wanted])
@@ -247,7 +247,7 @@ def _check_companions(path: Path, suffixes: Sequence[str]) -> None:
 def _tidy(job: Job, companions: Sequence[Callable[[Path, Schema], None]]) -> MpishardError | None:
     """Remove what earlier files of this name have left, and write the companions. One rank calls it."""
     with contextlib.suppress(OSError):
-        prune(job.path)
+        prune(job.path, job.replaced)
     try:
         for write_companion in companions:
             write_companion(job.path, job.form)

@@ -416,7 +416,11 @@ def test_a_file_that_replaces_another_is_on_the_disk_before(folder, backend, mon
     if WORLD.rank == 0:
         assert [how for how, path in calls if path.endswith(".partial")] == ["flushed", "renamed"]
     if backend == "virtual":
-        assert any(".parts-" in path for how, path in calls if how == "flushed")
+        flushed = [path for how, path in calls if how == "flushed" and ".parts-" in path]
+        assert flushed
+        if WORLD.rank == 0:
+            assert [path for path in flushed if path.endswith("layout.json")]
+            assert [path for path in flushed if os.path.isdir(path)]
     assert torch.equal(gathered(ms.io.read(at, "u", mesh, (ms.Shard(0),))), 2 * full)
 
 

@@ -18,7 +18,7 @@ from mpishard.comm.mesh import Group
 from mpishard.errors import FileError, MpishardError
 from mpishard.io.file.close import flush
 from mpishard.io.file.open import not_written
-from mpishard.io.file.parts import gives
+from mpishard.io.file.parts import gives, joined_folders
 from mpishard.io.file.schema import Schema
 from mpishard.layout import Layout
 from mpishard.layout.partition import coords_of
@@ -37,7 +37,8 @@ class Job(NamedTuple):
     """One call of `write`, the same on every rank but for the blocks.
 
     ``token`` makes names unique; ``exists`` tells whether a file is appended to that is there; ``lost`` are
-    errors that h5py could not raise (see `noted`).
+    errors that h5py could not raise (see `noted`); ``replaced`` gets the folders of parts of the file whose place the
+    new one takes.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class Job(NamedTuple):
     alignment: tuple[int, int] | None
     locking: bool | str | None
     lost: list[BaseException]
+    replaced: set[str]
 
     @property
     def partial(self) -> Path:
@@ -139,6 +141,7 @@ def finish(job: Job) -> None:
         return
     if job.form.append is None:
         job.settle(job.partial)
+        job.replaced.update(joined_folders(job.path))
         os.replace(job.partial, job.path)
         return
     try:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpishard.comm.collective.gather_slabs import cells_of
-from mpishard.errors import FileError
 from mpishard.io.backend.job import FAILURES, Job, finish
 from mpishard.io.backend.part import Part, Planned, lay_out, make_folders
 from mpishard.io.file.close import empty, made
 from mpishard.io.file.open import LIBVER
-from mpishard.io.file.parts import Parts, Plan, part_folders, show, show_boxes, tell, writes
+from mpishard.io.file.parts import LAYOUTS, Parts, Plan, folders_of, part_folders, show, show_boxes, tell, writes
 from mpishard.io.file.room import check_room, hold
 from mpishard.io.file.schema import Schema, Variable, create, dataset_in
 from mpishard.layout import without_partial
@@ -39,7 +37,7 @@ def write_virtual(job: Job) -> str:
         scalars = _write(job, planned, plan)
         whole = [(name, p.variable.dtype, Parts(p.layout, job.parts.name, plan)) for name, p in planned.items()]
         if any(len(parts.boxes()) > 1 for _, _, parts in whole):
-            _on(job, True, lambda: show_boxes(job.parts, rank, whole))
+            _on(job, True, lambda: [job.settle(at) for at in show_boxes(job.parts, rank, whole)])
         _on(job, rank == 0, lambda: _join(job, plan, {name: parts for name, _, parts in whole}, scalars))
         done = True
     finally:
@@ -122,22 +120,23 @@ def _write(job: Job, planned: dict[str, Planned], plan: Plan) -> dict[str, Any]:
     return scalars
 
 
-def prune(path: Path) -> None:
-    """Remove the folders of ranks' files that belong to files of this name no more.
+def prune(path: Path, replaced: Collection[str] = ()) -> None:
+    """Remove the folders of ranks' files of the file that was ``replaced``, and those that no file ever joined.
 
-    Not collective; one rank. Other jobs may write files of this name: a folder that one is writing is locked, and
-    one that is locked no more is looked for in the file that is there then.
+    Not collective; one rank. All others stay: a file that has another name by now may join them. Other jobs may write
+    files of this name: a folder that one is writing is locked, and one that is locked no more is looked for in the file
+    that is there then.
     """
-    pattern = re.compile(re.escape(path.name) + r"\.parts-[0-9a-f]{12}")
-    for name in filter(pattern.fullmatch, os.listdir(path.parent)):
-        with contextlib.suppress(FileError, OSError), _held(path.with_name(name), fcntl.LOCK_EX) as free:
-            if free and name not in part_folders(path):
-                shutil.rmtree(path.with_name(name), ignore_errors=True)
+    for name in folders_of(path):
+        folder = path.with_name(name)
+        # of a damaged file h5py raises anything
+        with contextlib.suppress(Exception), _held(folder, fcntl.LOCK_EX) as free:
+            lost = name in replaced or not os.path.lexists(folder / LAYOUTS)
+            if free and lost and name not in part_folders(path):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _join(job: Job, plan: Plan, parts: dict[str, Parts], scalars: dict[str, Any]) -> None:
-    tell(job.parts, plan, parts)
-
     def lay(file: Any, form: Schema) -> list[Any]:
         def make(v: Variable) -> Any:
             if v.name in scalars:
@@ -154,4 +153,8 @@ def _join(job: Job, plan: Plan, parts: dict[str, Parts], scalars: dict[str, Any]
         _held = lay(file, job.form)
     if job.lost:
         raise job.lost[0]
+    # last: a folder without it never had a file
+    tell(job.parts, plan, parts)
+    job.settle(job.parts / LAYOUTS)
+    job.settle(job.parts)
     finish(job)

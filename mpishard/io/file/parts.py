@@ -8,9 +8,11 @@ finds the few blocks that a rank reads without a look at all the others. For one
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import re
 import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -293,6 +295,23 @@ def _first_source(dataset: Any) -> str:
         return ""
     plist = dataset.id.get_create_plist()
     return (source_name(plist.get_virtual_filename(0)) or "") if plist.get_virtual_count() else ""
+
+
+def folders_of(path: Path) -> list[str]:
+    """Return the names of the folders of parts that were begun for files of this name. Not collective."""
+    pattern = re.compile(re.escape(path.name) + r"\.parts-[0-9a-f]{12}")
+    return [name for name in os.listdir(path.parent) if pattern.fullmatch(name)]
+
+
+def joined_folders(path: Path) -> set[str]:
+    """Return those of `folders_of` that the file joins that has the name now; none where it cannot be told.
+
+    Not collective.
+    """
+    with contextlib.suppress(Exception):  # of a damaged file h5py raises anything
+        folders = folders_of(path)
+        return part_folders(path).intersection(folders) if folders else set()
+    return set()
 
 
 def part_folders(path: Path) -> set[str]:

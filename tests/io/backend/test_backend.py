@@ -15,7 +15,7 @@ from mpishard.io.backend import job, mpio, root, virtual
 from mpishard.io.backend.choice import mpio_obstacle
 from mpishard.io.file import hyperslab
 from mpishard.io.file.dtype import NUMPY
-from tests.io.files import BACKENDS, WORLD, same_on_all, sharded, values
+from tests.io.files import BACKENDS, WORLD, on_root, same_on_all, sharded, values
 
 SIZE = WORLD.size
 CUTS = [
@@ -274,6 +274,18 @@ def test_one_file_is_replaced_by_another(mesh, folder, name):
         WORLD.Barrier()
         there = sorted(os.listdir(folder))
         assert len(there) == 1 + (name == "virtual"), there
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_file_that_was_renamed_keeps_its_parts(mesh, folder, name):
+    """Outputs are rotated so, and what is written next under the old name is another file."""
+    x = sharded(values((6, 6)), mesh)
+    for k in range(3):
+        ms.io.write(folder / "a.h5", {"x": x + k}, backend="virtual" if k < 2 else name)
+        if k < 2:
+            on_root(lambda k=k: os.rename(folder / "a.h5", folder / f"{k}.h5"))
+    for k, at in enumerate(("0.h5", "1.h5", "a.h5")):
+        assert torch.equal(ms.io.read(folder / at, "x", mesh, x.placements).full_tensor(), values((6, 6)) + k)
 
 
 def test_jobs_that_write_one_file_leave_each_other_their_parts(mesh, folder, monkeypatch):
