@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import data
 
-from mpishard.autograd.argument import require, require_mesh
+from mpishard.autograd.argument import require, require_functions, require_mesh
 from mpishard.comm import guard
 from mpishard.comm.device.driver import host_tensor
 from mpishard.comm.mesh import CartMesh
@@ -110,8 +110,7 @@ class Dataset(data.Dataset[Any]):
                 self._dataset, name, mesh, shifted, dtype=dtype, sizes=cut, multiple=multiple, decode=decode
             )
             self._window: Window = self._part.window(mesh)
-            box = self._part.layout.box(mesh.coords)
-            whole = self._dataset
+            box, whole = self._part.layout.box(mesh.coords), self._dataset
             self._dataset = narrowed(whole, path, box)
             self._files.append(self._dataset.file)
             self._seen = Seen(path, self._files[0])
@@ -220,8 +219,7 @@ class Dataset(data.Dataset[Any]):
 
         Along ``mesh_dim`` the ranks share the samples.
         """
-        item = indices
-        batch = self._batched(len(item), mesh_dim)
+        item, batch = indices, self._batched(len(indices), mesh_dim)
         if mesh_dim is not None:
             lo, hi = batch.box(self.mesh.coords)[0]
             indices = item[lo:hi]
@@ -356,8 +354,9 @@ class Loader:
                 fix="read datasets that belong together",
             )
         require("Loader", "seed", seed, Integral, "give an integer")
-        self.batch_size, self.shuffle, self.seed = batch_size, shuffle, int(seed)
-        self.drop_last, self.prefetch, self.transform = drop_last, prefetch, transform
+        require_functions("Loader", transform=transform)
+        self.batch_size, self.shuffle, self.seed = batch_size, bool(shuffle), int(seed)
+        self.drop_last, self.prefetch, self.transform = bool(drop_last), prefetch, transform
         # the iteration whose state it is
         self._current: object | None = None
         self.epoch = 0
@@ -455,6 +454,8 @@ class Loader:
             except BaseException as e:  # noqa: BLE001 (a subclass of the user's may raise anything)
                 return [_Fetched(item, None, e)] * len(own)
 
+        # of items that end on one rank before the others, these would wait for one more
+        guard.agree(own[0]._comm, None, f"Loader from item {first} of epoch {self.epoch}, {self._order()}")
         with contextlib.closing(ahead(read, range(first, len(self)), self.prefetch)) as items:
             for got in items:
                 tensors = [_tensor(ds, each, self.batch_size is None, self._batch_dim) for ds, each in zip(own, got)]

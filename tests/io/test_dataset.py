@@ -192,6 +192,28 @@ def test_other_samples_on_other_ranks(stream):
     same_on_all(e)
 
 
+@pytest.mark.parametrize("odd", ["batch_size", "drop_last", "position"])
+def test_an_iteration_that_ends_on_one_rank_before_the_others(stream, odd):
+    """One that is at its end asks for no sample that would differ: the others waited for it."""
+    ds, _ = stream
+    first = WORLD.rank == 0
+    loader = ms.io.Loader(ds, batch_size=4 if odd == "batch_size" and first else 2)
+    loader.drop_last = odd == "drop_last" and first
+    if odd == "position" and first:
+        loader.load_state_dict({**loader.state_dict(), "position": len(loader)})
+    if WORLD.size > 1:
+        with pytest.raises(ms.DesyncError, match="Loader from item") as e:
+            list(loader)
+        same_on_all(e)
+
+
+def test_options_of_another_kind(stream):
+    ds, _ = stream
+    assert ms.io.Loader(ds, batch_size=2, drop_last=None, shuffle=None).state_dict()["drop_last"] == 0
+    with pytest.raises(ms.LayoutError, match="Loader: transform= is of another kind"):
+        ms.io.Loader(ds, transform=3)
+
+
 def test_packed_samples(mesh, folder):
     packed = np.arange(24, dtype=np.int16).reshape(4, 6)
     if WORLD.rank == 0:

@@ -287,7 +287,7 @@ def step_of(file: Any, form: Schema, path: Any) -> int:
     steps: int | None = None
     given = set()
     for v in form.variables:
-        dataset, got = _in_place(file, path, v.name)
+        dataset, got = in_place(file, path, v.name)
         if dataset is not None:
             fits = dataset.shape[1:] == v.shape and dataset.dtype.newbyteorder("=") == v.dtype
             if fits and dataset.shape and dataset.maxshape[0] is None and steps in (None, dataset.shape[0]):
@@ -302,7 +302,7 @@ def step_of(file: Any, form: Schema, path: Any) -> int:
             got,
         )
     if form.append is not None:
-        scale, got = _in_place(file, path, form.append)
+        scale, got = in_place(file, path, form.append)
         if scale is None or scale.maxshape != (None,) or scale.shape != (steps,):
             raise _cannot_append(path, form.append, f"a scale of {steps} values, with room for more", got)
         value = form.scales.get(form.append, steps)
@@ -338,7 +338,7 @@ def any_filtered(path: Path, names: Iterable[str]) -> bool:
     Not collective.
     """
     with contextlib.suppress(Exception), looked_at(path) as file:
-        return any(is_filtered(_in_place(file, path, name)[0]) for name in names)
+        return any(is_filtered(in_place(file, path, name)[0]) for name in names)
     return False
 
 
@@ -356,7 +356,7 @@ def _along(file: Any, scale: Any) -> dict[str, Any]:
     return along
 
 
-def _in_place(file: Any, path: Any, name: str) -> tuple[Any, str]:
+def in_place(file: Any, path: Any, name: str) -> tuple[Any, str]:
     """Return a dataset that can be written to in the file itself, or None; and what was found."""
     try:
         dataset = found(file, path, name, looked=True)  # in `begun`

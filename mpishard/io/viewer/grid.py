@@ -14,8 +14,8 @@ import numpy as np
 
 from mpishard.errors import FileError
 from mpishard.io.file.open import looked_at
-from mpishard.io.file.schema import NO_VARIABLE, Schema, Variable
-from mpishard.io.file.trust import fresh
+from mpishard.io.file.schema import NO_VARIABLE, Schema, Variable, in_place
+from mpishard.io.file.trust import check_memory, fresh, shown
 
 # of one dataset: each cell of its leading dims is one field
 _MAX_FIELDS = 64
@@ -43,6 +43,11 @@ def stored(path: Path, form: Schema) -> Schema:
     """Return a form with the dims and the scales that a file with steps has, its times among them.
 
     Not collective; one rank calls it. They are those of the first step, whatever the calls for later ones give.
+
+    Raises
+    ------
+    FileError
+        Cells of a scale lie outside of the file, or do not fit into memory.
     """
     if form.append is None:
         return form
@@ -52,9 +57,13 @@ def stored(path: Path, form: Schema) -> Schema:
             dims = [dim.label for dim in file[v.name].dims][1:] if v.name in file else [""]
             variables.append(v._replace(dims=tuple(dims) if all(dims) else None))
         for name in {form.append, *(dim for v in variables for dim in v.dims or ())}:
-            scale = file.get(name)
-            if scale is not None and NO_VARIABLE not in str(scale.attrs.get("NAME", "")):
-                scales[name] = scale[:]
+            if file.get(name, getlink=True) is not None:
+                scale, got = in_place(file, path, name)
+                if scale is None or scale.ndim != 1:
+                    raise _no_place(name, "one dim of cells in the file itself", got)
+                if NO_VARIABLE not in str(scale.attrs.get("NAME", "")):
+                    check_memory(scale.nbytes, f"the scale {shown(name)}")
+                    scales[name] = scale[:]
     return form._replace(variables=tuple(variables), scales=scales)
 
 
@@ -90,12 +99,16 @@ def _numbers(form: Schema, dim: str) -> np.ndarray[Any, Any]:
     try:
         return np.asarray(given, float).ravel()
     except (TypeError, ValueError) as e:
-        raise FileError(
-            f"write: the scale of {dim!r} is no place that a viewer knows",
-            expected="real numbers",
-            got=f"{np.asarray(given).dtype} ({type(e).__name__}: {e})",
-            fix="give numbers, with their unit in variable_attrs=; or leave xdmf and vtkhdf out",
-        ) from e
+        raise _no_place(dim, "real numbers", f"{np.asarray(given).dtype} ({type(e).__name__}: {e})") from e
+
+
+def _no_place(dim: str, expected: str, got: str) -> FileError:
+    return FileError(
+        f"write: the scale of {shown(dim)} is no place that a viewer knows",
+        expected=expected,
+        got=got,
+        fix="give numbers, with their unit in variable_attrs=; or leave xdmf and vtkhdf out",
+    )
 
 
 def replaced(target: Path, write: Callable[[Path], object]) -> None:

@@ -39,6 +39,33 @@ def test_nothing_is_written_where_the_companion_cannot_be(mesh, folder, kind):
     assert not (folder / "b.h5").exists()
 
 
+@pytest.mark.parametrize("kind", ["xdmf", "vtkhdf"])
+@pytest.mark.parametrize("options", [{"external": True}, {"chunks": (1 << 20,), "shape": (1 << 44,)}, {"shape": ()}])
+def test_a_scale_of_a_strangers_file_is_one_of_that_file(mesh, folder, options, kind):
+    """A companion would have shown the bytes of any file that this user can read."""
+    path = folder / "a.h5"
+
+    def made():
+        np.arange(6.0).tofile(folder / "own")
+        own = {"external": [(str(folder / "own"), 0, 48)]} if "external" in options else options
+        with h5py.File(path, "w") as f:
+            t = f.create_dataset("t", (0, 4, 6), "f4", maxshape=(None, 4, 6), chunks=(1, 4, 6))
+            f.create_dataset("time", (0,), "f8", maxshape=(None,), chunks=(4,))
+            f["y"] = np.arange(4.0)
+            f.create_dataset("x", **{"shape": (6,), "dtype": "f8", **own})
+            for i, name in enumerate(("time", "y", "x")):
+                if f[name].ndim:
+                    f[name].make_scale(name)
+                    t.dims[i].attach_scale(f[name])
+                t.dims[i].label = name
+
+    on_root(made)
+    with pytest.raises(FileError, match=r"the scale (of )?'x'") as e:
+        ms.io.write(path, {"t": sharded(FULL, mesh)}, append="time", **{kind: True})
+    same_on_all(e)
+    assert not (folder / f"a.{kind}").exists()
+
+
 def test_fields_that_vtkhdf_would_call_alike(mesh, folder):
     path, x = folder / "a.h5", sharded(FULL, mesh)
     parts = sharded(values((2, 3, 4, 6)), mesh)
