@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import os
 import pickle
 import secrets
@@ -15,9 +16,10 @@ import numpy as np
 
 from mpishard.autograd.argument import require
 from mpishard.comm import counter, guard
+from mpishard.comm.file_hints import info_of
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.null import no_values
-from mpishard.errors import FileError, MeshError, MpishardError
+from mpishard.errors import FileError, LayoutError, MeshError, MpishardError
 from mpishard.io.backend.choice import choose_backend, tell
 from mpishard.io.backend.job import FAILURES, Job
 from mpishard.io.backend.mpio import write_mpio
@@ -167,6 +169,7 @@ def write(
     choice = form = own = None
     exists = filtered = False
     nbytes, packed = 0, b""
+    given_hints: dict[str, str] = {}
     signature = "io.write"
     try:
         _check_meshes(tensors)
@@ -190,6 +193,8 @@ def write(
                 require("io.write", argument, value, Mapping, "give {name: value}")
         if append is not None:
             require("io.write", "append", append, str, "give the name of the dim that grows, as 'time'")
+        given_hints = _hints(hints)
+        _check_alignment(alignment)
         form = _form(tensors, attrs, append, chunks, compression, dims, scales, variable_attrs)
         _check_companions(own, [suffix for suffix, wanted in ((".xdmf", xdmf), (".vtkhdf", vtkhdf)) if wanted])
         if xdmf:
@@ -225,7 +230,7 @@ def write(
     tell(mesh, choice, "write")
     with noted() as lost:
         placed = {place_of(name): x for name, x in tensors.items()}
-        job = Job(own, group, placed, form, token, exists, dict(hints or {}), alignment, locking, lost, set())
+        job = Job(own, group, placed, form, token, exists, given_hints, alignment, locking, lost, set())
         mode = _WAYS[choice.name](job)
     if group.rank == 0:
         error = _tidy(job, [w for w, wanted in ((write_xdmf, xdmf), (write_vtkhdf, vtkhdf)) if wanted])
@@ -357,6 +362,34 @@ def _form(
             _check_attribute(where, key, value)
     check_places(form)
     return form._replace(variables=tuple(v._replace(name=place_of(v.name)) for v in form.variables))
+
+
+def _hints(hints: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return hints as MPI takes them: a rank that cannot give them would leave the others in the call that opens."""
+    try:
+        given = {key: str(value) for key, value in (hints or {}).items()}
+        with info_of(given):
+            return given
+    except Exception as e:
+        raise LayoutError(
+            "io.write: hints= that MPI does not take",
+            expected="names of hints, and values of them as text",
+            got=f"{type(e).__name__}: {e}",
+            fix="name them as the MPI library does, e.g. {'striping_factor': 8}",
+        ) from e
+
+
+def _check_alignment(alignment: Any) -> None:
+    with contextlib.suppress(TypeError, ValueError):
+        threshold, interval = map(operator.index, (0, 1) if alignment is None else alignment)
+        if threshold >= 0 and interval >= 1:
+            return
+    raise LayoutError(
+        "io.write: alignment= is of another kind",
+        expected="(threshold, interval) in bytes, of at least 0 and 1",
+        got=repr(alignment),
+        fix="give two whole numbers",
+    )
 
 
 def _check_attribute(where: str, key: Any, value: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 
 import mpishard as ms
 from mpishard.errors import MpishardError
-from tests.io.files import same_on_all, sharded, values
+from tests.io.files import WORLD, same_on_all, sharded, values
 
 FULL = values((6, 8))
 
@@ -35,6 +35,19 @@ def test_write(mesh, folder, backend):
         ("an option",): [{"compression": value} for value in ("gzip9", ("gzip", 99), b"gzip", 77777)]
         + [{"attrs": {"u": value}} for value in ("zero \0", [1, "b"])]
         + [{"locking": "x"}],
+        ("alignment",): [{"alignment": value} for value in ("junk", 3, (1,), (1, 0), (-1, 1), (0.5, 2))],
+        ("hints",): [{"hints": value} for value in ({"": 1}, {"k" * 300: 1}, {5: 6}, {"a": "\0"})],
+        ("scale of dim 'x'",): [
+            {"dims": ("y", "x"), "scales": {"x": value}}
+            for value in (
+                list("abcdefgh"),
+                [None] * 8,
+                np.arange(8).astype("M8[D]"),
+                [[1], [2, 3]],
+                torch.ones(8, device="meta"),
+            )
+        ],
+        ("scale of dim 'time'",): [{"append": "time", "scales": {"time": value}} for value in ("2000-01-01", None)],
     }.items():
         for each in options:
             if not (backend == "virtual" and "append" in each):
@@ -44,6 +57,25 @@ def test_write(mesh, folder, backend):
     assert torch.equal(ms.io.read(path, "a", mesh, (ms.Shard(0), ms.Shard(1))).full_tensor(), FULL)
     ms.io.write(path, {"a": sharded(FULL, mesh)}, backend=backend, chunks=np.array([2, 2]), dims=["y", "x"])
     assert torch.equal(ms.io.read(path, "a", mesh, (ms.Shard(0), ms.Shard(1))).full_tensor(), FULL)
+
+
+def test_a_hint_that_one_rank_cannot_tell(mesh, folder):
+    class Odd:
+        def __repr__(self):
+            return "Odd"
+
+        def __str__(self):
+            if WORLD.rank == WORLD.size - 1:
+                raise ValueError("not here")
+            return "1"
+
+    refused(lambda: ms.io.write(folder / "a.h5", {"a": sharded(FULL, mesh)}, hints={"cb_nodes": Odd()}), "hints")
+
+
+def test_sizes_of_files(mesh):
+    for value in ("a", None, [1]):
+        refused(lambda value=value: ms.io.choose_backend(mesh, value), "nbytes")
+    assert ms.io.choose_backend(mesh, 1e3) == ms.io.choose_backend(mesh, 1000)
 
 
 def test_read(mesh, folder):

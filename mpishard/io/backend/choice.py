@@ -6,9 +6,10 @@ import os
 import re
 import sys
 from functools import lru_cache
+from numbers import Real
 from typing import NamedTuple
 
-from mpishard.autograd.argument import require_mesh
+from mpishard.autograd.argument import require, require_mesh
 from mpishard.comm.loaded import IS_OPEN_MPI, mpi_libraries
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError
@@ -70,6 +71,7 @@ def choose_backend(
     Choice(name='virtual', reason='h5py was built without MPI, and 10240 MiB are too many for one rank')
     """
     require_mesh("choose_backend", mesh)
+    require("choose_backend", "nbytes", nbytes, Real, "give a number of bytes")
     asked, by = _asked(backend)
     if asked == "mpio":
         problem = mpio_obstacle()

@@ -16,6 +16,7 @@ import numpy as np
 from mpishard.errors import FileError, LayoutError
 from mpishard.io.file.journal import Journal
 from mpishard.io.file.open import found, import_h5py, looked_at
+from mpishard.io.file.trust import shown
 from mpishard.layout import Layout, largest
 
 CHUNK_NBYTES = 4 << 20
@@ -173,7 +174,7 @@ def extents(form: Schema) -> dict[str, int]:
                     fix="give it another name",
                 )
     for dim, values in form.scales.items():
-        given = np.asarray(values)  # torch's tensors have a `size` of another kind
+        given = _cells(dim, values)
         n = given.size if given.ndim == (dim != form.append) else -1
         expected = 1 if dim == form.append else out.get(dim)
         if n == expected:
@@ -189,6 +190,23 @@ def extents(form: Schema) -> dict[str, int]:
             fix = f"give a sequence of {expected} numbers, those of the whole dim and not of a block"
         raise LayoutError(f"write: scale of dim {dim!r}", expected=wanted, got=got, fix=fix)
     return out
+
+
+def _cells(dim: str, values: Any) -> np.ndarray[Any, Any]:
+    """Return the values of a scale as HDF5 can have them."""
+    try:
+        given = np.asarray(values)
+        if given.dtype.kind not in "UOMm":
+            return given
+        got = f"{given.dtype}: {shown(values)}"
+    except Exception as e:  # noqa: BLE001 (what a user's sequence raises)
+        got = f"{type(e).__name__}: {e}"
+    raise LayoutError(
+        f"write: scale of dim {dim!r}",
+        expected="numbers, or bytes of one length",
+        got=got,
+        fix="give dates as numbers, with their unit in variable_attrs=, and text as bytes, e.g. by np.char.encode",
+    )
 
 
 def create(file: Any, form: Schema, make: Any = None) -> list[Any]:
