@@ -86,6 +86,8 @@ def write_mpio(job: Job) -> str:
                 held += create(file, job.form)
             if job.form.append is not None:
                 step = step_of(file, job.form, job.path)
+        if step is not None:
+            with job.together(), guard.waiting("io.write", (), comm):
                 grow(file, job.form, step + 1)
         for name, layout, local in job.blocks():
             most = DIRECT_NBYTES if is_host_dense(local) else STAGED_NBYTES
@@ -107,7 +109,8 @@ def write_mpio(job: Job) -> str:
         failed = _closed(file, job.group, flushed=not wrong)
         closed = failed is None
         error = failed or error or (job.lost[0] if job.lost else None)
-        if error is None and job.group.rank == 0:
+        # a file that was emptied says nothing
+        if error is None and not wrong and job.group.rank == 0:
             error = _too_short(job)
         if comm.allreduce(int(error is not None)) and journal is not None:
             # before the others learn of it
@@ -165,11 +168,16 @@ def read_mpio(dataset: Any, group: Group, block: BlockReader) -> tuple[str, Exce
     steps = block.read(dataset, dxpl)
     for i in range(count):
         with guard.waiting("io.read", (), comm):
+            calls = block.calls
             try:
                 # an error has ended the steps
                 if i < len(block.pieces) and error is None:
                     next(steps)
-                else:
+            except FAILURES as e:
+                error = e
+            try:
+                # the others are in this call, also where an error came before it
+                if block.calls == calls:
                     _nothing(dataset, dxpl, write=False)
             except FAILURES as e:
                 error = error or e
@@ -233,29 +241,38 @@ def _write(
     step: int | None,
     modes: set[str],
 ) -> Exception | None:
-    h5s = import_h5py().h5s
     dxpl = _collective()
     error: Exception | None = None
     for i in range(calls):
+        slab: tuple[Any, Any, Any] | None = None
         try:
-            if i >= len(slabs):
+            # before the call that all ranks are in: who has no memory for a copy still makes it
+            slab = _slab(dataset, local, offset, slabs[i], step) if i < len(slabs) else None
+        except FAILURES as e:
+            error = error or e
+        try:
+            if slab is None:
                 _nothing(dataset, dxpl, write=True)
             else:
-                box = slabs[i]
-                array = cells_of(local, offset, box).numpy().astype(dataset.dtype, copy=False)
-                space = dataset.id.get_space()
-                start = tuple(lo for lo, _ in box)
-                shape = tuple(hi - lo for lo, hi in box)
-                if step is not None:
-                    start, shape = (step, *start), (1, *shape)
-                if shape:
-                    space.select_hyperslab(start, shape)
-                memory = h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
-                dataset.id.write(memory, space, array, None, dxpl)
+                dataset.id.write(*slab, None, dxpl)
         except FAILURES as e:
             error = error or e
         modes.add(_mode(dxpl))
     return error
+
+
+def _slab(dataset: Any, local: Tensor, offset: tuple[int, ...], box: Box, step: int | None) -> tuple[Any, Any, Any]:
+    """Return how a slab lies in memory and in the file, and its cells as the file has them."""
+    h5s = import_h5py().h5s
+    array = cells_of(local, offset, box).numpy().astype(dataset.dtype, copy=False)
+    space = dataset.id.get_space()
+    start = tuple(lo for lo, _ in box)
+    shape = tuple(hi - lo for lo, hi in box)
+    if step is not None:
+        start, shape = (step, *start), (1, *shape)
+    if shape:
+        space.select_hyperslab(start, shape)
+    return h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR), space, array
 
 
 def _nothing(dataset: Any, dxpl: Any, *, write: bool) -> None:

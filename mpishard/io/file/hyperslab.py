@@ -94,6 +94,11 @@ class BlockReader:
         The dataset's numpy dtype.
     decoding
         What turns stored values into numbers, or None.
+
+    Attributes
+    ----------
+    calls : int
+        Of HDF5, begun so far.
     """
 
     def __init__(
@@ -110,6 +115,7 @@ class BlockReader:
         self.direct = plain and decoding is None and is_array and self.out.numpy().dtype == stored
         limit = DIRECT_NBYTES if self.direct else STAGED_NBYTES
         self.pieces = pieces_of(axes, window, max(1, limit // stored.itemsize))
+        self.calls = 0
 
     def read(self, dataset: Any, dxpl: Any = None) -> Generator[None, None, None]:
         """Read piece by piece: one step of the iterator is one call of HDF5. Not collective with no ``dxpl``."""
@@ -124,6 +130,7 @@ class BlockReader:
                 memory = h5s.create_simple(array.shape) if array.ndim else h5s.create(h5s.SCALAR)
                 if array.ndim and array.shape != piece.counts:  # a selection of all costs time as well
                     memory.select_hyperslab(tuple(r.dst for r in piece.runs), tuple(r.count for r in piece.runs))
+                self.calls += 1
                 dataset.id.read(memory, space, array, None, dxpl)
             else:
                 count = math.prod(piece.counts)
@@ -132,6 +139,7 @@ class BlockReader:
                     buffer = staging.numpy().view(self.stored)
                 part = buffer[:count]
                 memory = h5s.create_simple((count,)) if piece.start else h5s.create(h5s.SCALAR)
+                self.calls += 1
                 dataset.id.read(memory, space, part, None, dxpl)
                 self._place(piece, part)
             yield

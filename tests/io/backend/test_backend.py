@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import partial
 
 import h5py
 import numpy as np
@@ -458,6 +459,30 @@ if not mpio_obstacle():
         assert done.mode in mpio.COLLECTIVE
         with h5py.File(folder / "c.h5", "r", locking=False) as f:
             assert f["x"].id.get_chunk_info(0).byte_offset % 4096 == 0
+
+    def test_a_rank_that_has_no_memory_before_a_collective_call(mesh, folder, monkeypatch):
+        """The others are in that call, and waited for it."""
+        at, full, where = folder / "a.h5", values((9, 10)), (ms.Shard(0), ms.Shard(1))
+        ms.io.write(at, {"x": sharded(full, mesh)}, backend="mpio", append="time")
+        last = WORLD.size - 1
+
+        def failing(then, *args):
+            if WORLD.rank == last:
+                raise MemoryError("none left")
+            return then(*args)
+
+        monkeypatch.setattr(mpio, "cells_of", partial(failing, mpio.cells_of))
+        monkeypatch.setattr(hyperslab, "host_tensor", partial(failing, hyperslab.host_tensor))
+        for call in (
+            lambda: ms.io.write(at, {"x": sharded(full, mesh)}, backend="mpio"),
+            lambda: ms.io.write(at, {"x": sharded(full, mesh)}, backend="mpio", append="time"),
+            lambda: ms.io.read(at, "x", mesh, where, backend="mpio", dtype=torch.float64, select=0),
+        ):
+            with pytest.raises(ms.FileError, match="MemoryError: none left") as e:
+                call()
+            same_on_all(e)
+        monkeypatch.undo()
+        assert torch.equal(ms.io.read(at, "x", mesh, where, select=0, backend="mpio").full_tensor(), full)
 
     def test_reading_collectively(mesh, folder):
         full = values((9, 10))
