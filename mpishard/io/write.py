@@ -198,7 +198,7 @@ def write(
         form = _form(tensors, attrs, append, chunks, compression, dims, scales, variable_attrs)
         _check_companions(own, [suffix for suffix, wanted in ((".xdmf", xdmf), (".vtkhdf", vtkhdf)) if wanted])
         if xdmf:
-            check_names([own.name, *tensors])
+            check_names(own.name, [v.name for v in form.variables])
         nbytes = sum(math.prod(x.sharding.shape) * x.dtype.itemsize for x in tensors.values())
         filtered = any(v.compression is not None for v in form.variables)
         choice = choose_backend(mesh, nbytes, backend, append=append is not None, filtered=filtered, path=own)

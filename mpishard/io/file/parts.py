@@ -256,7 +256,7 @@ def parts_of(dataset: Any, path: Any) -> tuple[Parts, str] | None:
     FileError
         What ``layout.json`` says cannot be.
     """
-    name, _, inside = _first_source(dataset).partition("/")
+    name, _, inside = first_source(dataset).partition("/")
     if not inside or name in ("", ".", ".."):
         return None
     bases = [os.path.dirname(os.path.abspath(path)), os.path.dirname(os.path.realpath(path))]
@@ -285,7 +285,7 @@ def parts_of(dataset: Any, path: Any) -> tuple[Parts, str] | None:
         ) from e
 
 
-def _first_source(dataset: Any) -> str:
+def first_source(dataset: Any) -> str:
     """Return the name of the first file in which a virtual dataset lies, or "". Not collective.
 
     Its property list is held no longer: where frames of an error keep one until the process ends, HDF5 ends it with a
@@ -325,7 +325,7 @@ def part_folders(path: Path) -> set[str]:
     folders: set[str] = set()
 
     def visit(_: str, node: Any) -> None:
-        if isinstance(node, import_h5py().Dataset) and (name := _first_source(node)):
+        if isinstance(node, import_h5py().Dataset) and (name := first_source(node)):
             folders.add(name.partition("/")[0])
 
     with looked_at(path) as file:

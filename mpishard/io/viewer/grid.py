@@ -15,7 +15,7 @@ import numpy as np
 from mpishard.errors import FileError
 from mpishard.io.file.open import looked_at
 from mpishard.io.file.schema import NO_VARIABLE, Schema, Variable, in_place
-from mpishard.io.file.trust import check_memory, fresh, shown
+from mpishard.io.file.trust import check_memory, check_replaceable, fresh, shown
 
 # of one dataset: each cell of its leading dims is one field
 _MAX_FIELDS = 64
@@ -109,6 +109,36 @@ def _no_place(dim: str, expected: str, got: str) -> FileError:
         got=got,
         fix="give numbers, with their unit in variable_attrs=; or leave xdmf and vtkhdf out",
     )
+
+
+def check_companion(target: Path, path: Path, shown_by: Callable[[Path], str | None]) -> None:
+    """Raise where a companion would take the place of anything but the one of the same file. Not collective.
+
+    Parameters
+    ----------
+    target, path
+        The companion, and the file.
+    shown_by
+        Returns the name of the file that a companion shows, "" for none; None for what is no companion.
+
+    Raises
+    ------
+    FileError
+        It is that of another file, or what is no companion.
+    OSError
+        It is no regular file.
+    """
+    check_replaceable(target)
+    if target.is_symlink() or not target.exists():
+        return
+    own = shown_by(target)
+    if own not in ("", path.name):
+        raise FileError(
+            f"write: {target.name!r} is not the companion of {path.name!r}",
+            expected="no file of that name, or one that shows this file",
+            got="a file that is no companion" if own is None else f"one that shows {shown(own)}",
+            fix="give the file a name that differs before its suffix too, or move away what is there",
+        )
 
 
 def replaced(target: Path, write: Callable[[Path], object]) -> None:

@@ -5,6 +5,7 @@ It holds no cells: its arrays are virtual datasets of the file beside, with whic
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import numpy as np
 
 from mpishard.errors import FileError
 from mpishard.io.file.close import made
-from mpishard.io.file.open import import_h5py, virtual_source
+from mpishard.io.file.open import import_h5py, looked_at, virtual_source
+from mpishard.io.file.parts import first_source
 from mpishard.io.file.schema import Schema, Variable
-from mpishard.io.file.trust import check_replaceable
-from mpishard.io.viewer.grid import Grid, grids, replaced, stored
+from mpishard.io.viewer.grid import Grid, check_companion, grids, replaced, stored
 
 _VERSION = (2, 0)
 
@@ -26,12 +27,12 @@ def check_vtkhdf(path: Path, form: Schema) -> None:
     Raises
     ------
     FileError
-        Scales are no numbers, or two fields would have one name.
+        Scales are no numbers, two fields would have one name, or its name is that of another file's companion.
     OSError
         Something else has its name.
     """
     for target, grid in _targets(path, form):
-        check_replaceable(target)
+        check_companion(target, path, _shown_by)
         names = [name for v in grid.variables for name, _ in _named(grid, v)]
         if twice := [name for name in names if names.count(name) > 1]:
             raise FileError(
@@ -40,6 +41,14 @@ def check_vtkhdf(path: Path, form: Schema) -> None:
                 got=[v.name for v in grid.variables],
                 fix="give one of them another name, or leave vtkhdf out",
             )
+
+
+def _shown_by(companion: Path) -> str | None:
+    """Return the name of the file that a companion shows; None of what is no companion."""
+    with contextlib.suppress(Exception), looked_at(companion) as file:  # of a damaged file h5py raises anything
+        fields = file["VTKHDF/PointData"]
+        return next(filter(None, map(first_source, fields.values())), None)
+    return None
 
 
 def _targets(path: Path, form: Schema) -> list[tuple[Path, Grid]]:

@@ -7,11 +7,12 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import unescape
 
 from mpishard.errors import FileError
 from mpishard.io.file.schema import Schema, Variable
-from mpishard.io.file.trust import check_replaceable
-from mpishard.io.viewer.grid import Grid, grids, replaced, stored
+from mpishard.io.file.trust import open_regular
+from mpishard.io.viewer.grid import Grid, check_companion, grids, replaced, stored
 
 _TYPES = {
     "int8": ("Char", 1),
@@ -28,13 +29,21 @@ _TYPES = {
 _UNTOLD = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Raise FileError where a name cannot be told in XML: no viewer would read the companion. Not collective."""
-    for name in names:
-        if _UNTOLD.search(name):
+# VTK's reader takes FILE:/DATASET apart at the first ":", and leaves out bytes beyond "!" to "~" at both ends; one that
+# it does not find so may end the viewer
+_FILE_UNREAD, _DATASET_UNREAD = re.compile(r"\A[^!-~]|[:\\]"), re.compile(r":|[^!-~]\Z|\.\Z")
+
+
+def check_names(file: str, datasets: Iterable[str]) -> None:
+    """Raise FileError where a name cannot be told in XDMF: no viewer would read the companion. Not collective."""
+    for name, unread, rule in (
+        (file, _FILE_UNREAD, "':' and '\\', and begins with a visible sign of ASCII"),
+        *((name, _DATASET_UNREAD, "':', and ends with a visible sign of ASCII other than '.'") for name in datasets),
+    ):
+        if _UNTOLD.search(name) or unread.search(name):
             raise FileError(
                 f"write: {name!r} is no name in XDMF",
-                expected="text without control characters",
+                expected=f"text that has no control characters, nor {rule}",
                 got=ascii(name),
                 fix="give it another name, or leave xdmf out",
             )
@@ -46,12 +55,23 @@ def check_xdmf(path: Path, form: Schema) -> None:
     Raises
     ------
     FileError
-        Scales are no numbers.
+        Scales are no numbers, or its name is that of another file's companion.
     OSError
         Something else has its name.
     """
-    check_replaceable(path.with_suffix(".xdmf"))
+    check_companion(path.with_suffix(".xdmf"), path, _shown_by)
     grids(form, _TYPES.__contains__)
+
+
+def _shown_by(companion: Path) -> str | None:
+    """Return the name of the file that a companion shows, "" where it shows none; None of what is no companion."""
+    with open_regular(companion) as file:
+        if not (file.readline(64).startswith(b"<?xml") and file.readline(64).startswith(b"<Xdmf")):
+            return None
+        for line in file:
+            if found := re.search(rb'Format="HDF">([^<:]*):/', line):
+                return unescape(found[1].decode(errors="replace"))
+    return ""
 
 
 def write_xdmf(path: Path, form: Schema) -> None:

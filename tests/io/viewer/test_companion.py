@@ -40,6 +40,34 @@ def test_nothing_is_written_where_the_companion_cannot_be(mesh, folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["xdmf", "vtkhdf"])
+def test_a_companion_takes_the_place_of_none_but_its_own(mesh, folder, kind):
+    x, other = sharded(FULL, mesh), sharded(values((5, 6)), mesh)
+
+    def write(name, **tensors):
+        ms.io.write(folder / name, tensors, **{kind: True})
+
+    def refused(name, match, **tensors):
+        before = {at.name: at.read_bytes() for at in folder.iterdir()}
+        WORLD.Barrier()
+        with pytest.raises(FileError, match=match) as e:
+            write(name, **tensors)
+        same_on_all(e)
+        assert {at.name: at.read_bytes() for at in folder.iterdir()} == before
+
+    for _ in range(2):
+        write("run.1", t=x)
+    refused("run.2", "one that shows 'run.1'", t=x)
+    write("a & b.h5", t=x)
+    write("a & b.h5", t=x)
+    refused("a & b.nc", "one that shows 'a & b.h5'", t=x)
+    if kind == "vtkhdf":
+        write("q.2.h5", t=x)
+        refused("q.h5", "one that shows 'q.2.h5'", t=x, other=other)
+    on_root(lambda: (folder / f"mine.{kind}").write_text("numbers\n"))
+    refused("mine.h5", "a file that is no companion", t=x)
+
+
+@pytest.mark.parametrize("kind", ["xdmf", "vtkhdf"])
 @pytest.mark.parametrize("options", [{"external": True}, {"chunks": (1 << 20,), "shape": (1 << 44,)}, {"shape": ()}])
 def test_a_scale_of_a_strangers_file_is_one_of_that_file(mesh, folder, options, kind):
     """A companion would have shown the bytes of any file that this user can read."""

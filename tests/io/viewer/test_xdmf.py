@@ -81,9 +81,20 @@ def test_steps(mesh, folder):
 
 def test_names_that_xml_lacks(mesh, folder):
     x = sharded(values((5, 6)), mesh)
-    for path, name in (("a.h5", "a\x01"), ("a.h5", "\ufffe"), ("a\x1f.h5", "a")):
+    odd = ["a\x01", "\ufffe", "a:b", "a ", "a\n", "\u00e9", "\u65e5", "a.", ".."]
+    for path, name in [
+        *(("a.h5", name) for name in odd),
+        *((f"{at}.h5", "a") for at in ("a\x1f", " a", "a:b", "a\\b", "\u00e9")),
+    ]:
         with pytest.raises(ms.errors.FileError, match="no name in XDMF"):
             ms.io.write(folder / path, {name: x}, xdmf=True)
     assert not list(folder.iterdir())
+    # and all that VTK finds
+    for path, name in (("a.h5", "\u00e9/a b"), ("a \u00e9.h5", "a&<b>"), ("a%.h5", "g./$t")):
+        ms.io.write(folder / path, {name: x}, xdmf=True)
+        if WORLD.rank == 0:
+            grid = opened((folder / path).with_suffix(".xdmf"))
+            assert np.array_equal(array(grid, name, (5, 6)), values((5, 6)).numpy())
+        WORLD.Barrier()
     ms.io.write(folder / "a.h5", {"a\x01": x})
     assert torch.equal(ms.io.read(folder / "a.h5", "a\x01", mesh, x.placements).full_tensor(), x.full_tensor())
