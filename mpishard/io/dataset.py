@@ -86,7 +86,7 @@ class Dataset(data.Dataset[Any]):
         # the file, and the one in memory that shows this rank's part of a virtual dataset
         self._files: list[Any] = []
         error: Exception | None = None
-        signature = f"io.Dataset {shown(name)} of {told(path)}, external={external}"
+        signature = f"io.Dataset {shown(name)} of {told(path)}"
         try:
             self.device = torch.device(mesh.device if device is None else device)
         except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
@@ -117,7 +117,7 @@ class Dataset(data.Dataset[Any]):
             self._seen.add(check_sources(self._dataset, path, box, external=external, whole=self._dataset is not whole))
             check_chunks(self._dataset, name)
             self._local = self._window.shape[1:]
-            signature += f" {self._part!r}"
+            signature += f" {self._part!r}, external={bool(external)}"
         except MpishardError as e:
             error = error or e
         except Exception as e:  # noqa: BLE001 (of a damaged file h5py raises anything)

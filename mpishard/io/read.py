@@ -181,8 +181,9 @@ def _chosen(path: Path, name: str, mesh: CartMesh, asked: _Asked) -> tuple[Choic
     """Return how the ranks read a file, and what they call; raise together where one of them cannot. Collective."""
     error: Exception | None = None
     choice: Choice | None = None
-    call = "io.read"
+    call, how = "io.read", ""
     try:
+        how = f", external={bool(asked.external)}"
         call = f"io.read {shown(name)} of {told(path)}"
         if mesh.device.type == "meta":
             raise no_values("io.read")
@@ -196,7 +197,7 @@ def _chosen(path: Path, name: str, mesh: CartMesh, asked: _Asked) -> tuple[Choic
     # a file that one rank does not see is told as that, where ranks may open files on their own
     together = choice is not None and choice.name == "mpio"
     group = mesh.group(tuple(range(mesh.ndim)))
-    guard.agree(group.comm, error, f"{call if together else 'io.read'} by {choice}, external={asked.external}")
+    guard.agree(group.comm, error, f"{call if together else 'io.read'} by {choice}{how}")
     assert choice is not None
     return choice, call
 
@@ -400,7 +401,7 @@ def no_device(device: object, e: Exception) -> LayoutError:
     return LayoutError(
         "read: device= takes no block",
         expected="one of torch's that is here, with room for this rank's block",
-        got=f"{device!r} ({type(e).__name__}: {e})",
+        got=f"{shown(device)} ({type(e).__name__}: {e})",
         fix="leave it out for that of the mesh, or name another one",
     )
 

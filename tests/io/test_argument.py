@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import numpy as np
 import pytest
 import torch
 
 import mpishard as ms
 from mpishard.errors import MpishardError
+from mpishard.io.backend import choice
 from tests.io.files import WORLD, same_on_all, sharded, values
 
 FULL = values((6, 8))
@@ -59,17 +63,62 @@ def test_write(mesh, folder, backend):
     assert torch.equal(ms.io.read(path, "a", mesh, (ms.Shard(0), ms.Shard(1))).full_tensor(), FULL)
 
 
-def test_a_hint_that_one_rank_cannot_tell(mesh, folder):
-    class Odd:
-        def __repr__(self):
-            return "Odd"
+def not_here():
+    if WORLD.rank == WORLD.size - 1:
+        raise RuntimeError("not here")
 
-        def __str__(self):
-            if WORLD.rank == WORLD.size - 1:
-                raise ValueError("not here")
-            return "1"
 
-    refused(lambda: ms.io.write(folder / "a.h5", {"a": sharded(FULL, mesh)}, hints={"cb_nodes": Odd()}), "hints")
+class Odd(str):
+    """A name that one rank cannot tell."""
+
+    __slots__ = ()
+
+    def __str__(self):
+        not_here()
+        return "1"
+
+    __repr__ = __str__
+
+
+class OddHint(Odd):
+    __slots__ = ()
+
+    def __repr__(self):
+        return "a hint"
+
+
+class OddPath:
+    def __fspath__(self):
+        not_here()
+        return "a.h5"
+
+
+def test_what_one_rank_cannot_tell(mesh, folder):
+    x, where = sharded(FULL, mesh), (ms.Shard(0), ms.Shard(1))
+    path = folder / "a.h5"
+    ms.io.write(path, {"a": x})
+    refused(lambda: ms.io.write(path, {"a": x}, hints={"cb_nodes": OddHint()}), "hints")
+    for call in (
+        lambda: ms.io.read(OddPath(), "a", mesh, where),
+        lambda: ms.io.Dataset(OddPath(), "a", mesh, (*where[:1], ms.Replicate())),
+        lambda: ms.io.write(OddPath(), {"a": x}),
+        lambda: ms.io.read(path, "a", mesh, where, device=Odd()),
+        lambda: ms.io.Dataset(path, Odd("b"), mesh, (*where[:1], ms.Replicate())),
+    ):
+        with pytest.raises(MpishardError) as e:
+            call()
+        same_on_all(e)
+    assert torch.equal(ms.io.read(path, "a", mesh, where, external=Odd()).full_tensor(), FULL)
+
+
+def test_a_choice_that_cannot_be_printed(mesh, folder, monkeypatch):
+    """Rank 0 alone tells of it, and the others waited for what it does next."""
+    ms.io.write(folder / "a.h5", {"a": sharded(FULL, mesh)})
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    monkeypatch.setattr(choice, "_told", set())
+    assert torch.equal(ms.io.read(folder / "a.h5", "a", mesh, (ms.Shard(0), ms.Shard(1))).full_tensor(), FULL)
 
 
 def test_sizes_of_files(mesh):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -213,4 +214,5 @@ def tell(mesh: CartMesh, choice: Choice, what: str) -> None:
     if kind not in _told:
         _told.add(kind)
         if mesh.rank == 0 and mesh.size > 1:
-            print(f"mpishard.io: {what} through {choice.name!r}: {choice.reason}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError, ValueError):  # a stderr that is closed: the others do not wait for that
+                print(f"mpishard.io: {what} through {choice.name!r}: {choice.reason}", file=sys.stderr, flush=True)

@@ -442,7 +442,7 @@ def _outside(path: Path, name: str, got: str, fix: str | None = None) -> FileErr
 def damaged(path: Path, name: str, e: Exception) -> FileError:
     """Return the error for a dataset whose cells cannot be read. Not collective."""
     return FileError(
-        f"read: cannot read {shown(name)} of {os.fspath(path)!r}",
+        f"read: cannot read {shown(name)} of {told(path)!r}",
         expected="the whole dataset in the file",
         got=f"{type(e).__name__}: {e}",
         fix="check that the file is complete",
@@ -452,7 +452,7 @@ def damaged(path: Path, name: str, e: Exception) -> FileError:
 def closed(path: Path, name: str) -> FileError:
     """Return the error for a dataset whose file was closed by the program itself. Not collective."""
     return FileError(
-        f"read: {shown(name)} of {os.fspath(path)!r} is closed",
+        f"read: {shown(name)} of {told(path)!r} is closed",
         expected="an io.Dataset that is open, on every rank",
         got="one whose close() was called, or whose with block is over",
         fix="take samples before that, or open it anew",
@@ -462,7 +462,7 @@ def closed(path: Path, name: str) -> FileError:
 def not_written(path: Path, e: Exception) -> FileError:
     """Return the error for a file that cannot be written. Not collective."""
     return FileError(
-        f"write: cannot write {os.fspath(path)!r}",
+        f"write: cannot write {told(path)!r}",
         expected="a folder that can be written to, room in it, and names, attributes and options that HDF5 takes",
         got=f"{type(e).__name__}: {e}",
         # what h5py says of arguments: of the file and its folder it says OSError or RuntimeError

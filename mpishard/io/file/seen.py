@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpishard.errors import FileError
-from mpishard.io.file.trust import Path
+from mpishard.io.file.trust import Path, told
 
 # device and number, size, time of the last write in ns
 Mark = tuple[int, int, int, int]
@@ -72,7 +72,7 @@ class Seen:
         self._path = path
         self._file = file
         self._marks: dict[Path, Mark] = {}
-        with contextlib.suppress(OSError, TypeError, ValueError):  # whoever opens it tells of that
+        with contextlib.suppress(Exception):  # whoever opens it tells of that
             self._marks[path] = mark_of(path) if file is None else opening_mark(file)
 
     def add(self, marks: Mapping[str, Mark]) -> None:
@@ -111,7 +111,7 @@ class Seen:
 def changed(path: Path, got: str) -> FileError:
     """Return the error for a file that has changed while it was read. Not collective."""
     return FileError(
-        f"read: {os.fspath(path)!r} has changed since it was opened",
+        f"read: {told(path)!r} has changed since it was opened",
         expected="files that stay as they are while they are read",
         got=got,
         fix="read between the steps of who writes; close a Dataset, and open it anew, when its file has grown",

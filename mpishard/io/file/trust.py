@@ -136,8 +136,8 @@ def told(path: Any) -> str:
     """Return a path for what ranks compare: the same text where it names the same file. Not collective."""
     try:
         return os.path.abspath(os.fspath(path))
-    except (OSError, TypeError, ValueError):
-        return repr(path)
+    except Exception:  # noqa: BLE001 (what a user's path raises, too)
+        return shown(path)
 
 
 def absolute(path: Any) -> pathlib.Path:
@@ -198,8 +198,12 @@ def is_text(value: Any) -> bool:
 
 def shown(text: Any) -> str:
     """Return a name of a file's own for an error's text: quoted, cut where it is long. Not collective."""
-    quoted = ascii(str(text))
-    return quoted if len(quoted) <= _SHOWN else f"{quoted[:_SHOWN]}... ({len(str(text))} characters)"
+    try:
+        text = str(text)
+    except Exception:  # noqa: BLE001 (a user's, while the others wait to hear of an error)
+        text = f"a {type(text).__name__}"
+    quoted = ascii(text)
+    return quoted if len(quoted) <= _SHOWN else f"{quoted[:_SHOWN]}... ({len(text)} characters)"
 
 
 def check_memory(nbytes: int, what: str) -> None:
