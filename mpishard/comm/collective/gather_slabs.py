@@ -26,7 +26,8 @@ def funnel(
 ) -> None:
     """Call ``consume(box, cells)`` on rank 0 of the group for every slab of every rank, in order.
 
-    Collective over the group. A rank other than 0 packs one slab at a time, and rank 0 receives one at a time.
+    Collective over the group. A rank other than 0 packs one slab at a time, and rank 0 receives one at a time. What a
+    rank has no memory for is an error on all of them, when they have gone through their slabs.
     ``consume`` must not raise (the others would wait for ever) nor keep ``cells``, which is host memory that
     is used again.
 
@@ -42,30 +43,49 @@ def funnel(
         guard.check(comm, op, None, x.dtype)
     thread.require(comm)
     tag = hashed(op, x.dtype)
-    if rank:
-        for box in slabs(rank):
-            part = cells_of(x, offset, box)
-            if counter.active:
-                counter.record(op, len(pieces(part.nbytes)), part.nbytes)
-            with guard.waiting(op, (0,), comm):
-                for at, nbytes in pieces(part.nbytes):
-                    comm.Send(address(part.data_ptr() + at, nbytes), 0, tag)
-        return
+    error: Exception | None = None
     buffer = x.new_empty(0, device="cpu")
-    for source in range(group.size):
+    try:
+        # before anyone waits for a slab: a rank that has no memory for a copy later sends what is in here
+        own = (box for source in (range(1, group.size) if rank == 0 else [rank]) for box in slabs(source))
+        buffer = buffer.new_empty(max((_numel(box) for box in own), default=0))
+    except Exception as e:  # noqa: BLE001 (torch's for memory, too)
+        error = e
+    guard.agree(comm, error)
+    for source in range(group.size) if rank == 0 else [rank]:
         for box in slabs(source):
-            if source == 0:
-                consume(box, cells_of(x, offset, box))
+            part = buffer[: _numel(box)]
+            if source == rank:
+                try:
+                    part = cells_of(x, offset, box)
+                except Exception as e:  # noqa: BLE001
+                    error = error or e
+            if rank:
+                _send(part, group, op, tag)
                 continue
-            shape = [hi - lo for lo, hi in box]
-            count = torch.Size(shape).numel()
-            if buffer.numel() < count:
-                buffer = buffer.new_empty(count)
-            part = buffer[:count].view(shape)
-            for at, nbytes in pieces(part.nbytes):
-                piece = address(part.data_ptr() + at, nbytes)
-                Flight(comm, op, [(source, comm.Irecv(piece, source, MPI.ANY_TAG), tag, nbytes)], []).wait()
-            consume(box, part)
+            if source:
+                _receive(part, source, group, op, tag)
+            if error is None:
+                consume(box, part.view([hi - lo for lo, hi in box]))
+    guard.agree(comm, error)
+
+
+def _numel(box: Intervals) -> int:
+    return torch.Size([hi - lo for lo, hi in box]).numel()
+
+
+def _send(part: torch.Tensor, group: Group, op: str, tag: int) -> None:
+    if counter.active:
+        counter.record(op, len(pieces(part.nbytes)), part.nbytes)
+    with guard.waiting(op, (0,), group.comm):
+        for at, nbytes in pieces(part.nbytes):
+            group.comm.Send(address(part.data_ptr() + at, nbytes), 0, tag)
+
+
+def _receive(part: torch.Tensor, source: int, group: Group, op: str, tag: int) -> None:
+    for at, nbytes in pieces(part.nbytes):
+        piece = address(part.data_ptr() + at, nbytes)
+        Flight(group.comm, op, [(source, group.comm.Irecv(piece, source, MPI.ANY_TAG), tag, nbytes)], []).wait()
 
 
 def cells_of(x: torch.Tensor, offset: Sequence[int], box: Intervals) -> torch.Tensor:

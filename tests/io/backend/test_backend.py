@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import mpishard as ms
+from mpishard.comm.collective import gather_slabs
 from mpishard.errors import MpishardError
 from mpishard.io.backend import choice as backend
 from mpishard.io.backend import job, mpio, root, virtual
@@ -384,6 +385,28 @@ def test_locks_are_taken_as_asked(mesh, folder, backend, locking, monkeypatch):
 
 
 # choice
+
+
+def test_a_rank_that_has_no_memory_for_its_turn(mesh, folder, monkeypatch):
+    """Rank 0 waits for its slabs."""
+    at, full = folder / "a.h5", values((9, 10))
+    ms.io.write(at, {"x": sharded(full, mesh)}, backend="root")
+    before = gather_slabs.cells_of
+
+    def failing(odd, *args):
+        if WORLD.rank == odd:
+            raise MemoryError("none left")
+        return before(*args)
+
+    for odd in (0, WORLD.size - 1):
+        monkeypatch.setattr(gather_slabs, "cells_of", partial(failing, odd))
+        with pytest.raises((MpishardError, MemoryError), match="none left") as e:
+            ms.io.write(at, {"x": sharded(full + 1, mesh)}, backend="root")
+        same_on_all(e)
+        monkeypatch.undo()
+        assert torch.equal(ms.io.read(at, "x", mesh, (ms.Shard(0), ms.Shard(1))).full_tensor(), full)
+        assert os.listdir(folder) == ["a.h5"]
+        WORLD.Barrier()
 
 
 def test_what_is_chosen_and_why(mesh, monkeypatch, capfd):
