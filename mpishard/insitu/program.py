@@ -7,7 +7,7 @@ from typing import Any
 
 from mpishard.comm import guard
 from mpishard.comm.coupling import wire
-from mpishard.comm.coupling.meeting import Meeting, checked_timeout, meet
+from mpishard.comm.coupling.meeting import Meeting, meet
 from mpishard.errors import MpishardError, PeerError, UnsupportedOperationError
 from mpishard.insitu.link import Link
 
@@ -130,11 +130,11 @@ def join(name: str, *, timeout: float | None = None) -> Program:
     Raises
     ------
     PeerError
-        On all ranks: some did not come, or two programs have one name.
+        On all ranks: some did not come, two programs have one name, or a name or timeout is none. They may call again.
 
     Examples
     --------
     >>> me = ms.insitu.join("solver")
     >>> mesh = ms.init_mesh((2, 2), ("y", "x"), comm=me.comm)
     """
-    return Program(name, meet(name, checked_timeout(timeout, "join")))
+    return Program(name, meet(name, timeout))

@@ -21,7 +21,7 @@ void *failing_calloc(size_t m, size_t n) { return fails() ? NULL : calloc(m, n);
 void *failing_realloc(void *p, size_t n) { return fails() ? NULL : realloc(p, n); }
 
 static MPI_Comm comm;
-static int rank, size;
+static int rank, size, who;
 
 static void must(int right, const char *what)
 {
@@ -33,7 +33,7 @@ static void must(int right, const char *what)
 static void fail_from(int k, int count)
 {
     made = 0;
-    first = rank == size - 1 ? k : -1;
+    first = rank == who ? k : -1;
     last = first < 0 ? -1 : k + count;
 }
 
@@ -50,15 +50,31 @@ static int done(int status, const char *call)
 int main(int argc, char **argv)
 {
     enum { CELLS = 8 };
-    int solver = argc > 1 && argv[1][0] == 's', status;
+    int solver = argc > 1 && argv[1][0] == 's', status, k;
     mps_handle me, sim, u, link;
     double a[CELLS] = {0};
     MPI_Init(&argc, &argv);
-    must(mps_join(solver ? "solver" : "model", 30, &me) == MPS_OK && mps_comm(me, &comm) == MPS_OK, "join");
+    comm = MPI_COMM_WORLD;
     MPI_Comm_rank(comm, &rank);
     MPI_Comm_size(comm, &size);
+    /* one that has nobody below it, the first, and one in between */
+    int asked[3] = {size - 1, 0, 2};
+    for (int i = 0; i < 3; i++) {
+        who = asked[i];
+        k = 0;
+        do {
+            fail_from(k++, 1);
+            status = mps_join(solver ? "solver" : "model", 5, &me);
+        } while (!done(status, "join"));
+        must(k > 2, "a join that asks for memory");
+        if (i < 2) must(mps_release(&me) == MPS_OK, "release");
+    }
+    must(mps_comm(me, &comm) == MPS_OK, "comm");
+    MPI_Comm_rank(comm, &rank);
+    MPI_Comm_size(comm, &size);
+    who = size - 1;
     int64_t shape[1] = {CELLS};
-    int k = 0;
+    k = 0;
     do fail_from(k++, 1);
     while (!done(mps_adopt(comm, 1, shape, &size, NULL, NULL, &sim), "adopt"));
     k = 0;

@@ -32,10 +32,12 @@ int main(int argc, char **argv)
     is_a = argv[1][0] == 'a';
     MPI_Init(&argc, &argv);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-    must(told(mps_join(argv[1], 20, rank == 1 ? NULL : &me), MPS_ERR_PEER, "no place for its handle, on rank 1"), "no place on one rank");
+    must(told(mps_join(argv[1], 20, rank == 1 ? NULL : &me), MPS_ERR_PEER, "no place for a handle on rank 1"), "no place on one rank");
     must(told(mps_join("one", 20, &me), MPS_ERR_PEER, "two programs of one name, 'one'"), "two programs of one name");
+    must(told(mps_join("caf\xe9", 20, &me), MPS_ERR_PEER, "no name of a program"), "a name that is not UTF-8");
     if (!is_a) sleep(3);
-    must(told(mps_join(argv[1], 1, &me), MPS_ERR_PEER, "of MPI_COMM_WORLD did not come"), "a program that does not come in time");
+    else must(told(mps_join(argv[1], 1, &me), MPS_ERR_PEER, "of MPI_COMM_WORLD did not come"), "a program that does not come in time");
+    /* after more attempts here than there */
     must(mps_join(argv[1], 20, &me) == MPS_OK, "join");
     must(mps_ranks(me, "c", &ranks) == MPS_OK && ranks == 0, "no such program");
     must(told(mps_ranks(me, NULL, &ranks), MPS_ERR_ARGUMENT, "no name"), "no name");

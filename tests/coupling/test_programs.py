@@ -94,6 +94,42 @@ def test_names_that_are_not_right(programs):
     assert done.stdout.count("TOLD join: no name of a program on rank 1") == 2, done.stdout
 
 
+AGAIN = """
+import os, time
+from mpi4py import MPI
+import mpishard as ms
+rank, join = MPI.COMM_WORLD.rank, ms.insitu.join
+def told(timeout):
+    try:
+        join(f"program {rank}", timeout=timeout)
+    except ms.PeerError as e:
+        os.write(1, f"TOLD {rank} {e}\\n".encode())
+    else:
+        os.write(1, b"NO ERROR\\n")
+told(-1 if rank == 1 else 60)  # what is wrong on one rank
+MPI.COMM_WORLD.Barrier()
+# a rank gives up before the first comes, which must not wait for it in what follows
+if rank == 1:
+    told(0.5)
+MPI.COMM_WORLD.Barrier()
+if rank != 1:
+    told(2)
+MPI.COMM_WORLD.Barrier()
+assert len(join(f"program {rank}", timeout=60).programs) == MPI.COMM_WORLD.size
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_who_gave_up_may_come_again(programs, ranks):
+    """Whatever the others tried meanwhile."""
+    done = programs((ranks, AGAIN), env={"MPISHARD_TIMEOUT": "30"})
+    ended_well(done)
+    assert "NO ERROR" not in done.stdout, done.stdout
+    assert done.stdout.count("join: rank 1: timeout") == ranks, done.stdout
+    assert "TOLD 1 join: rank 0 of MPI_COMM_WORLD did not come" in done.stdout, done.stdout
+    assert "TOLD 0 join: rank 1 of MPI_COMM_WORLD did not come" in done.stdout, done.stdout
+
+
 NOT_UP = """
 import os
 import mpi4py

@@ -23,6 +23,8 @@ from mpishard.errors import MpishardError, PeerError, described, ranges_of, rank
 # a rank gives up after those below it in the tree, and before those above
 _LEVEL_S = 0.2
 _ANSWER_S = 1.0
+# MPI shows one message of several at a time, and not at every look: the last one counts
+_LOOKS = 32
 
 _attempts = 0
 
@@ -55,7 +57,7 @@ class Meeting(NamedTuple):
     others: dict[str, Far]
 
 
-def meet(name: object, timeout_s: float) -> Meeting:
+def meet(name: object, timeout: object) -> Meeting:
     """Meet the other programs of the job.
 
     Collective over MPI_COMM_WORLD.
@@ -64,22 +66,27 @@ def meet(name: object, timeout_s: float) -> Meeting:
     ----------
     name
         Of this rank's program.
-    timeout_s
-        How long to wait for ranks that do not come.
+    timeout
+        Seconds to wait for ranks that do not come; None: 60.
 
     Raises
     ------
     PeerError
-        Ranks did not come; or two programs have one name.
+        Ranks did not come; two programs have one name; a name or a timeout is none.
     MpishardError
-        A name is none, or ranks of this program differ in variables that change their messages.
+        Ranks of this program differ in variables that change their messages.
     """
     global _attempts  # noqa: PLW0603
     require_mpi("join")
     _attempts += 1
     world = MPI.COMM_WORLD
     rank, size = world.Get_rank(), world.Get_size()
-    mine = Roll(_attempts, (_entry(name, rank),)) if wire.is_name(name) else Roll(_attempts, (), _bad_name(name, rank))
+    wrong, timeout_s = "" if wire.is_name(name) else _bad_name(name, rank), checked_timeout(None, "join")
+    try:
+        timeout_s = checked_timeout(timeout, f"join: rank {rank}")
+    except MpishardError as e:
+        wrong = wrong or str(e)  # the others must hear of it
+    mine = Roll(_attempts, (), wrong) if wrong else Roll(_attempts, (_entry(name, rank),))
     roll = _called(world, mine, timeout_s)
     if roll.text:
         raise guard.common(PeerError(roll.text), world)
@@ -108,34 +115,53 @@ def _called(world: MPI.Intracomm, mine: Roll, timeout_s: float) -> Roll:
     """Return everybody's entries, merged, or a text that says what is wrong; the same on all ranks. Collective."""
     rank, size = world.Get_rank(), world.Get_size()
     children = _children(rank, size)
-    level = len(children)
-    wait = Wait(timeout_s + level * _LEVEL_S)
-    roll, missing = mine, list(children)
-    going: list[MPI.Request] = []
-    while missing:
-        for child in tuple(missing):
-            if (told := _received(world, child, mine.attempt)) is not None:
-                missing.remove(child)
-                roll = _merged(roll, told)
-        if missing and not wait.pause():
-            roll = roll._replace(text=roll.text or _absent(missing, roll, size, timeout_s))
+    here: dict[int, Roll] = {}  # of the children that wait for an answer
+    wait = Wait(timeout_s + len(children) * _LEVEL_S)
+    looks = 0
+    while looks < _LOOKS:
+        _hear(world, children, here)
+        looks = looks + 1 if len(here) == len(children) else 0
+        if not looks and not wait.pause():
             break
+    roll = mine
+    for child in sorted(here):
+        roll = _merged(roll, here[child])
+    if missing := [child for child in children if child not in here]:
+        roll = roll._replace(text=roll.text or _absent(missing, roll, size, timeout_s))
+    going: list[MPI.Request] = []
     if rank:
-        parent = rank & (rank - 1)
+        parent, known = rank & (rank - 1), dict(here)
         going.append(_sent(world, parent, roll))
         wait = Wait(timeout_s + _ANSWER_S + (size.bit_length() + 1) * _LEVEL_S)
-        answer = None
-        while answer is None and wait.pause():
+        answer, in_time, gone = None, True, list[int]()
+        while answer is None and in_time and not gone:
+            in_time = wait.pause()
             answer = _received(world, parent, mine.attempt)
-        roll = answer if answer is not None else roll._replace(text=_absent([parent], roll, size, timeout_s))
+            _hear(world, children, here)
+            gone = [child for child, told in known.items() if here.get(child) is not told]
+        if answer is None:
+            # who comes later must not take this rank for one that is here, and wait for it in what follows
+            going.append(_sent(world, parent, Roll(mine.attempt, withdrawn=True)))
+            verb = "gave up" if gone else "did not come"
+            answer = roll._replace(text=_absent(gone or [parent], roll, size, timeout_s, verb))
+        roll = answer
     elif not roll.text:
         roll = roll._replace(text=_one_name(roll.entries))
-    going += [_sent(world, child, roll) for child in children]
+    going += [_sent(world, child, roll._replace(attempt=told.attempt)) for child, told in here.items()]
     wait = Wait(_ANSWER_S)
     # small messages: only a rank that is gone keeps one
     while not all(request.Test() for request in going) and wait.pause():
         pass
     return roll
+
+
+def _hear(world: MPI.Intracomm, children: Iterable[int], here: dict[int, Roll]) -> None:
+    """Note which children have come, by the last that each said: one may give up, and come again. Not collective."""
+    for child in children:
+        while (told := _received(world, child)) is not None:
+            here.pop(child, None)
+            if not told.withdrawn:
+                here[child] = told
 
 
 def _children(rank: int, size: int) -> list[int]:
@@ -150,14 +176,14 @@ def _sent(world: MPI.Intracomm, peer: int, roll: Roll) -> MPI.Request:
     return in_flight.keep_sent(world.Isend([wire.pack_roll(roll), MPI.BYTE], peer, wire.MEETING_TAG))
 
 
-def _received(world: MPI.Intracomm, peer: int, attempt: int) -> Roll | None:
+def _received(world: MPI.Intracomm, peer: int, attempt: int | None = None) -> Roll | None:
     status = MPI.Status()
     while (message := world.Improbe(peer, wire.MEETING_TAG, status)) is not None:
         data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
         message.Recv([data, MPI.BYTE])
         roll = wire.unpack_roll(data.tobytes())
-        # of an attempt that failed before, nothing counts any more
-        if roll.attempt in (attempt, -1):
+        # an answer to an attempt that failed before does not count any more
+        if attempt is None or roll.attempt in (attempt, -1):
             return roll
     return None
 
@@ -207,10 +233,10 @@ def _one_name(entries: Sequence[Entry]) -> str:
     return ""
 
 
-def _absent(ranks: Sequence[int], roll: Roll, size: int, timeout_s: float) -> str:
+def _absent(ranks: Sequence[int], roll: Roll, size: int, timeout_s: float, verb: str = "did not come") -> str:
     here = ", ".join(f"{e.name!r} ({e.ranks})" for e in roll.entries)
     return described(
-        f"join: {ranks_text(ranges_of(ranks))} of MPI_COMM_WORLD did not come",
+        f"join: {ranks_text(ranges_of(ranks))} of MPI_COMM_WORLD {verb}",
         expected=f"all {size} ranks of the job within {timeout_s:g} s",
         got=f"so far, programs with ranks: {here or 'none'}",
         fix="call join in every program of the job, on all of its ranks; give a longer timeout where one starts late",

@@ -55,16 +55,26 @@ class Entry(NamedTuple):
 
 
 class Roll(NamedTuple):
-    """Who joins: the message of a meeting, both ways. A text says what went wrong."""
+    """Who joins: the message of a meeting, both ways. A text says what went wrong.
+
+    Attributes
+    ----------
+    attempt : int
+        Of the rank that asks, how often it has; an answer has that of its question.
+    withdrawn : bool
+        Whether the rank that asked waits no longer.
+    """
 
     attempt: int
     entries: tuple[Entry, ...] = ()
     text: str = ""
+    withdrawn: bool = False
 
 
 def pack_roll(roll: Roll) -> bytes:
     """Return the message. Not collective."""
-    head = _ROLL.pack(MAGIC, VERSION, roll.attempt, len(roll.entries), 0, 0, 0, 0, clipped(roll.text, TEXT_NBYTES))
+    numbers = MAGIC, VERSION, roll.attempt, len(roll.entries), roll.withdrawn, 0, 0, 0
+    head = _ROLL.pack(*numbers, clipped(roll.text, TEXT_NBYTES))
     rows = [
         _ENTRY.pack(
             clipped(e.name, NAME_NBYTES), clipped(e.file, 256), e.ranks, e.first, e.appnum, e.command, *(0,) * 4
@@ -76,11 +86,12 @@ def pack_roll(roll: Roll) -> bytes:
 
 def unpack_roll(message: bytes) -> Roll:
     """Return what a message says; of another version, its text says so. Not collective."""
-    magic, version, attempt, count, *_, text = _ROLL.unpack_from(message)
+    magic, version, attempt, count, withdrawn, *_, text = _ROLL.unpack_from(message)
     if (magic, version) != (MAGIC, VERSION):
         return Roll(-1, (), other_version(version if magic == MAGIC else None))
     rows = [_ENTRY.unpack_from(message, _ROLL.size + i * _ENTRY.size) for i in range(count)]
-    return Roll(attempt, tuple(Entry(text_of(r[0]), text_of(r[1]), *r[2:6]) for r in rows), text_of(text))
+    entries = tuple(Entry(text_of(r[0]), text_of(r[1]), *r[2:6]) for r in rows)
+    return Roll(attempt, entries, text_of(text), bool(withdrawn))
 
 
 def other_version(version: int | None) -> str:

@@ -267,7 +267,12 @@ void send_kept(void *memory, int nbytes, int peer, int tag, MPI_Comm comm)
     if (memory == NULL) return;
     if (sends_under_way() == going_room) {
         void *more = realloc(going, (size_t)(2 * going_room + 16) * sizeof *going);
-        if (more == NULL) return;
+        if (more == NULL) {
+            MPI_Request request; /* its memory is never given back */
+            MPI_Isend(memory, nbytes, MPI_BYTE, peer, tag, comm, &request);
+            MPI_Request_free(&request);
+            return;
+        }
         going = more;
         going_room = 2 * going_room + 16;
     }
@@ -330,15 +335,31 @@ char presence_state(const presence_t *who)
     return state == 'T' || state == 't' ? 'T' : ' ';
 }
 
+/* UTF-8: a name passes through Python on other ranks, which knows no other bytes */
+static int is_text(const char *name)
+{
+    const unsigned char *c = (const unsigned char *)name;
+    while (*c) {
+        int more = *c < 0x80 ? 0 : *c >= 0xC2 && *c < 0xE0 ? 1 : *c >= 0xE0 && *c < 0xF0 ? 2 : *c >= 0xF0 && *c < 0xF5 ? 3 : -1;
+        if (more < 0 || (c[0] == 0xE0 && c[1] < 0xA0) || (c[0] == 0xED && c[1] > 0x9F) || (c[0] == 0xF0 && c[1] < 0x90) ||
+            (c[0] == 0xF4 && c[1] > 0x8F))
+            return 0;
+        for (c++; more; more--, c++)
+            if ((*c & 0xC0) != 0x80) return 0;
+    }
+    return 1;
+}
+
 int name_fits(const char *name) { return name != NULL && name[0] != 0 && strlen(name) < NAME_BYTES; }
 
 /* the meeting of all programs: a tree of messages over MPI_COMM_WORLD */
 
-typedef struct { int64_t magic, version, attempt, count, spare[4]; char text[TEXT_BYTES]; } roll_t;
+typedef struct { int64_t magic, version, attempt, count, withdrawn, spare[3]; char text[TEXT_BYTES]; } roll_t;
 typedef struct { char name[NAME_BYTES], file[256]; int64_t ranks, first, appnum, command, spare[4]; } entry_t;
 typedef struct { roll_t head; entry_t *entries; } list_t;
 
 static int64_t attempts = 0;
+static const char unheard[] = "join: no memory on a rank for what ranks tell each other", no_memory[] = "no memory";
 
 static int same_program(const entry_t *a, const entry_t *b)
 {
@@ -351,14 +372,17 @@ static int by_first(const void *a, const void *b)
     return d < 0 ? -1 : d > 0;
 }
 
-static int merge(list_t *list, const list_t *other)
+static void merge(list_t *list, const list_t *other)
 {
     if (list->head.text[0] == 0) memcpy(list->head.text, other->head.text, TEXT_BYTES);
     int64_t total = list->head.count + other->head.count, kept = 0;
     entry_t *all = malloc((size_t)(total ? total : 1) * sizeof *all);
-    if (all == NULL) return fail(MPS_ERR_MEMORY, "join: no memory");
-    memcpy(all, list->entries, (size_t)list->head.count * sizeof *all);
-    memcpy(all + list->head.count, other->entries, (size_t)other->head.count * sizeof *all);
+    if (all == NULL) {
+        snprintf(list->head.text, TEXT_BYTES, "%s", unheard);
+        return;
+    }
+    if (list->head.count) memcpy(all, list->entries, (size_t)list->head.count * sizeof *all);
+    if (other->head.count) memcpy(all + list->head.count, other->entries, (size_t)other->head.count * sizeof *all);
     qsort(all, (size_t)total, sizeof *all, by_first);
     for (int64_t i = 0; i < total; i++) {
         int64_t k = 0;
@@ -369,19 +393,22 @@ static int merge(list_t *list, const list_t *other)
     free(list->entries);
     list->entries = all;
     list->head.count = kept;
-    return MPS_OK;
 }
 
 /* a message for which there is no memory: that is what is told of it */
-static int unread(int64_t attempt, list_t *list)
+static int unread(list_t *list)
 {
-    memset(list, 0, sizeof *list);
-    list->head.attempt = attempt;
-    snprintf(list->head.text, TEXT_BYTES, "join: no memory on a rank for what others told it");
+    list->entries = NULL;
+    list->head.count = 0;
+    snprintf(list->head.text, TEXT_BYTES, "%s", unheard);
     return 1;
 }
 
-static int received(int peer, int64_t attempt, list_t *list)
+/* Of a job of so many programs, what a rank that is told to go on needs is there before it asks. */
+enum { FEW_PROGRAMS = 64, ANSWER_BYTES = sizeof(roll_t) + FEW_PROGRAMS * sizeof(entry_t) };
+
+/* The answer to an attempt; of a rank that asks (0) whatever it says. Messages of up to ANSWER_BYTES go into `room`, where there is one. */
+static int received(int peer, int64_t attempt, list_t *list, char *room)
 {
     int found = 0, n;
     MPI_Status status;
@@ -390,38 +417,59 @@ static int received(int peer, int64_t attempt, list_t *list)
         MPI_Improbe(peer, MEETING_TAG, MPI_COMM_WORLD, &found, &message, &status);
         if (!found) return 0;
         MPI_Get_count(&status, MPI_BYTE, &n);
-        char *data = malloc((size_t)n + sizeof(roll_t));
-        if (data == NULL) return unread(attempt, list);
-        MPI_Mrecv(data, n, MPI_BYTE, &message, MPI_STATUS_IGNORE);
-        memcpy(&list->head, data, sizeof list->head);
+        char *data = room != NULL && n <= ANSWER_BYTES ? room : malloc((size_t)n + 1);
+        memset(list, 0, sizeof *list);
+        if (data == NULL) /* MPI may have its first part all the same: of which attempt it is, and whether it withdraws */
+            MPI_Mrecv(&list->head, (int)sizeof list->head, MPI_BYTE, &message, MPI_STATUS_IGNORE);
+        else {
+            MPI_Mrecv(data, n, MPI_BYTE, &message, MPI_STATUS_IGNORE);
+            memcpy(&list->head, data, sizeof list->head);
+        }
         int speaks = list->head.magic == WIRE_MAGIC && list->head.version == WIRE_VERSION;
-        if (!speaks) {
-            list->head.count = 0;
+        if (data != NULL && !speaks) {
+            list->head.count = list->head.withdrawn = 0;
             snprintf(list->head.text, TEXT_BYTES, "a program speaks another version of this wire format (here: %d)", WIRE_VERSION);
         }
-        list->entries = malloc((size_t)(list->head.count + 1) * sizeof *list->entries);
-        if (list->entries != NULL)
-            memcpy(list->entries, data + sizeof(roll_t), (size_t)list->head.count * sizeof *list->entries);
-        free(data);
-        if (list->entries == NULL) return unread(attempt, list);
-        if (!speaks || list->head.attempt == attempt) return 1;
-        free(list->entries); /* of an attempt that failed before */
+        if (data != NULL) memmove(data, data + sizeof(roll_t), (size_t)list->head.count * sizeof *list->entries);
+        list->entries = (entry_t *)data;
+        if (!speaks || attempt == 0 || list->head.attempt == attempt) return data != NULL ? 1 : unread(list);
+        if (data != room) free(data); /* of an attempt that failed before */
     }
 }
 
-static char *packed(list_t *list, int *n)
+/* Tell a rank what this one knows, or that it waits no longer; in memory of malloc's where it is given and is enough. */
+static void tell(const list_t *list, int64_t attempt, int withdrawn, int peer, void *room)
 {
-    *n = (int)(sizeof(roll_t) + (size_t)list->head.count * sizeof(entry_t));
-    char *data = malloc((size_t)*n);
-    if (data == NULL) return NULL;
-    memcpy(data, &list->head, sizeof(roll_t));
-    if (list->head.count) memcpy(data + sizeof(roll_t), list->entries, (size_t)list->head.count * sizeof(entry_t));
-    return data;
+    static roll_t without; /* always the same, where there is no memory for another: MPI may read it later */
+    size_t count = withdrawn ? 0 : (size_t)list->head.count;
+    size_t nbytes = sizeof(roll_t) + count * sizeof *list->entries;
+    roll_t *told = room != NULL && nbytes <= ANSWER_BYTES ? room : malloc(nbytes);
+    MPI_Request request;
+    int bare = told == NULL;
+    if (bare) {
+        told = &without;
+        count = 0;
+    }
+    memcpy(told, &list->head, sizeof *told);
+    told->magic = WIRE_MAGIC;
+    told->version = WIRE_VERSION;
+    told->attempt = attempt;
+    told->count = (int64_t)count;
+    told->withdrawn = withdrawn;
+    if (count) memcpy(told + 1, list->entries, count * sizeof *list->entries);
+    if (!bare) {
+        if (told != room) free(room);
+        send_kept(told, (int)nbytes, peer, MEETING_TAG, MPI_COMM_WORLD);
+        return;
+    }
+    if (!told->text[0]) snprintf(told->text, TEXT_BYTES, "%s", unheard);
+    MPI_Isend(told, (int)sizeof *told, MPI_BYTE, peer, MEETING_TAG, MPI_COMM_WORLD, &request);
+    MPI_Request_free(&request);
 }
 
 static int ascending(const void *a, const void *b) { return *(const int *)a - *(const int *)b; }
 
-static void absent(list_t *list, int *ranks, int count, int size, double timeout)
+static void absent(list_t *list, int *ranks, int count, int size, double timeout, const char *verb)
 {
     char who[320], here[400] = "";
     ranks_t missing = {0, 0, {{0}}};
@@ -432,9 +480,9 @@ static void absent(list_t *list, int *ranks, int count, int size, double timeout
         snprintf(here + strlen(here), sizeof here - strlen(here), "%s'%s' (%lld)", i ? ", " : "", list->entries[i].name,
                  (long long)list->entries[i].ranks);
     if (list->head.text[0] == 0)
-        snprintf(list->head.text, TEXT_BYTES, "join: %s of MPI_COMM_WORLD did not come\n  expected: all %d ranks of the "
+        snprintf(list->head.text, TEXT_BYTES, "join: %s of MPI_COMM_WORLD %s\n  expected: all %d ranks of the "
                  "job within %g s\n  got:      so far, programs with ranks: %s\n  fix:      call join in every program of the job, "
-                 "on all of its ranks", who, size, timeout, here);
+                 "on all of its ranks", who, verb, size, timeout, here);
 }
 
 static void one_name(list_t *list)
@@ -466,87 +514,101 @@ static void describe(entry_t *entry, const char *name, int rank)
     entry->appnum = known ? *appnum : -1;
 }
 
-/* Everybody's entries, merged, or a text that says what is wrong: the same on all ranks. */
-static int call_roll(const char *name, double timeout, list_t *list)
+/* Which of the ranks below have come, by the last that each said: one may have given up, and come again. */
+static int hear(const int *children, int count, list_t *here, int *waits)
 {
-    int rank, size, children[64] = {0}, missing[64], count = 0, left, sends = 0, status = MPS_OK;
-    char *messages[64];
-    MPI_Request requests[64];
+    int all = 0;
+    list_t told;
+    for (int i = 0; i < count; i++) {
+        while (received(children[i], 0, &told, NULL)) {
+            if (waits[i]) free(here[i].entries);
+            here[i] = told;
+            if (told.head.withdrawn) free(told.entries);
+            waits[i] = told.head.withdrawn ? 0 : waits[i] + 1;
+        }
+        all += waits[i] > 0;
+    }
+    return all;
+}
+
+/* Everybody's entries, merged, or a text that says what is wrong: the same on all ranks. The twin of meeting.py. */
+static int call_roll(const char *name, const char *wrong, double timeout, list_t *list)
+{
+    enum { MOST = 32, LOOKS = 32 }; /* MPI shows one message of several at a time, and not at every look: the last one counts */
+    int rank, size, children[MOST], missing[MOST], waits[MOST] = {0}, known[MOST], count = 0, left = 0;
+    list_t here[MOST];
+    void *answers[MOST];
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &size);
     memset(list, 0, sizeof *list);
-    list->head.magic = WIRE_MAGIC;
-    list->head.version = WIRE_VERSION;
-    list->head.attempt = ++attempts;
-    if ((list->entries = malloc(sizeof *list->entries)) == NULL) return fail(MPS_ERR_MEMORY, "join: no memory");
-    if (name_fits(name)) {
+    int64_t attempt = ++attempts;
+    list->entries = malloc(sizeof *list->entries);
+    char *room = rank ? malloc(ANSWER_BYTES) : NULL;
+    for (int step = 1; rank + step < size && !(rank & step); step <<= 1) children[count++] = rank + step;
+    for (int i = 0; i < count; i++)
+        if ((answers[i] = malloc(ANSWER_BYTES)) == NULL) wrong = no_memory;
+    if (list->entries == NULL || (rank && room == NULL)) wrong = no_memory;
+    if (wrong == NULL) {
         describe(list->entries, name, rank);
         list->head.count = 1;
     } else
-        snprintf(list->head.text, TEXT_BYTES, "join: no name of a program, or no place for its handle, on rank %d\n"
-                 "  expected: a text of 1 to %d bytes, and a pointer", rank, NAME_BYTES - 1);
-    for (int step = 1; rank + step < size && !(rank & step); step <<= 1) children[count++] = rank + step;
-    left = count;
-    memcpy(missing, children, sizeof children);
+        snprintf(list->head.text, TEXT_BYTES, "join: %s on rank %d\n  expected: a text of 1 to %d bytes, in UTF-8, and a pointer for the handle", wrong,
+                 rank, NAME_BYTES - 1);
     patience_t wait = patience(timeout + 0.2 * count);
-    while (left) {
-        for (int i = 0; i < left; i++) {
-            list_t told;
-            if (!received(missing[i], list->head.attempt, &told)) continue;
-            status = merge(list, &told);
-            free(told.entries);
-            if (status) return status;
-            missing[i--] = missing[--left];
-        }
-        if (left && !patient(&wait)) {
-            absent(list, missing, left, size, timeout);
-            break;
-        }
+    for (int looks = 0; looks < LOOKS;) {
+        looks = hear(children, count, here, waits) == count ? looks + 1 : 0;
+        if (!looks && !patient(&wait)) break;
     }
+    for (int i = 0; i < count; i++) {
+        known[i] = waits[i];
+        if (waits[i]) merge(list, &here[i]);
+        else missing[left++] = children[i];
+    }
+    if (left) absent(list, missing, left, size, timeout, "did not come");
     if (rank) {
-        int parent = rank & (rank - 1), n, levels = 1;
-        while (size >> levels) levels++;
-        /* without memory for it the others hear nothing, and say so in time */
-        if ((messages[sends] = packed(list, &n)) != NULL) {
-            MPI_Isend(messages[sends], n, MPI_BYTE, parent, MEETING_TAG, MPI_COMM_WORLD, &requests[sends]);
-            sends++;
-        }
-        wait = patience(timeout + 1.0 + 0.2 * (levels + 1));
+        int parent = rank & (rank - 1), levels = 1, came = 0, gone = 0, in_time = 1;
         list_t answer;
-        int64_t attempt = list->head.attempt;
-        int came = 0;
-        while (!(came = received(parent, attempt, &answer)) && patient(&wait)) continue;
+        while (size >> levels) levels++;
+        tell(list, attempt, 0, parent, NULL);
+        wait = patience(timeout + 1.0 + 0.2 * (levels + 1));
+        while (!came && in_time && !gone) {
+            in_time = patient(&wait);
+            came = received(parent, attempt, &answer, room);
+            hear(children, count, here, waits);
+            for (int i = 0; i < count; i++)
+                if (known[i] && waits[i] != known[i]) missing[gone++] = children[i];
+        }
+        if (!came || (char *)answer.entries != room) free(room);
         if (came) {
             free(list->entries);
             *list = answer;
-            list->head.attempt = attempt;
-            list->head.magic = WIRE_MAGIC;
-            list->head.version = WIRE_VERSION;
-        } else
-            absent(list, &parent, 1, size, timeout);
+        } else {
+            /* who comes later must not take this rank for one that is here, and wait for it in what follows */
+            tell(list, attempt, 1, parent, NULL);
+            list->head.text[0] = 0;
+            if (gone) absent(list, missing, gone, size, timeout, "gave up");
+            else absent(list, &parent, 1, size, timeout, "did not come");
+        }
     } else
         one_name(list);
     for (int i = 0; i < count; i++) {
-        int n;
-        if ((messages[sends] = packed(list, &n)) == NULL) continue;
-        MPI_Isend(messages[sends], n, MPI_BYTE, children[i], MEETING_TAG, MPI_COMM_WORLD, &requests[sends]);
-        sends++;
+        if (waits[i]) {
+            tell(list, here[i].head.attempt, 0, children[i], answers[i]);
+            free(here[i].entries);
+        } else
+            free(answers[i]);
     }
     wait = patience(1.0);
-    for (int i = 0; i < sends; i++) {
-        int done = 0;
-        do MPI_Test(&requests[i], &done, MPI_STATUS_IGNORE);
-        while (!done && patient(&wait));
-        if (done) free(messages[i]); /* what a rank that is gone keeps stays its own */
-    }
-    return list->head.text[0] ? fail(MPS_ERR_PEER, "%s", list->head.text) : MPS_OK;
+    while (sends_under_way() && patient(&wait)) continue; /* what a rank that is gone keeps stays its own */
+    if (list->head.text[0] == 0) return MPS_OK;
+    return fail(strncmp(list->head.text, "join: no memory", 15) ? MPS_ERR_PEER : MPS_ERR_MEMORY, "%s", list->head.text);
 }
 
-static int meet(const char *name, double timeout, program_t *program)
+static int meet(const char *name, const char *wrong, double timeout, program_t *program)
 {
     list_t list;
     int rank, size, mine = 0, at = 0;
-    int status = call_roll(name, timeout, &list);
+    int status = call_roll(name, wrong, timeout, &list);
     if (status) {
         free(list.entries);
         return status;
@@ -555,20 +617,21 @@ static int meet(const char *name, double timeout, program_t *program)
     MPI_Comm_size(MPI_COMM_WORLD, &size);
     qsort(list.entries, (size_t)list.head.count, sizeof *list.entries, by_first);
     int count = (int)list.head.count;
-    while (strcmp(list.entries[mine].name, name) != 0) mine++;
+    while (mine + 1 < count && strcmp(list.entries[mine].name, name) != 0) mine++;
     program->others = count - 1;
     program->ranks = (int)list.entries[mine].ranks;
     MPI_Comm_split(MPI_COMM_WORLD, mine, rank, &program->comm);
     MPI_Comm_set_errhandler(program->comm, MPI_ERRORS_RETURN);
     status = circle_init(&program->circle, program->comm, name);
-    program->far = calloc((size_t)count, sizeof *program->far);
-    int ready = program->far != NULL ? object_room("join") : fail(MPS_ERR_MEMORY, "join: no memory");
+    far_t *far = count > FEW_PROGRAMS ? realloc(program->far, (size_t)count * sizeof *far) : program->far;
+    int ready = far != NULL ? MPS_OK : fail(MPS_ERR_MEMORY, "join: no memory");
+    if (far != NULL) program->far = far;
     for (int i = 0; i < count; i++)
         for (int j = i + 1; j < count; j++) {
             MPI_Comm both;
             MPI_Comm_split(MPI_COMM_WORLD, mine == i || mine == j ? 0 : MPI_UNDEFINED, rank + (mine == j ? size : 0), &both);
-            if ((mine != i && mine != j) || program->far == NULL) continue;
-            far_t *far = &program->far[at++];
+            if ((mine != i && mine != j) || ready) continue;
+            far = &program->far[at++];
             const entry_t *other = &list.entries[mine == i ? j : i];
             snprintf(far->name, sizeof far->name, "%s", other->name);
             far->ranks = (int)other->ranks;
@@ -585,20 +648,23 @@ int mps_join(const char *name, double timeout, mps_handle *handle)
     int status = mpi_ready();
     if (status) return status;
     program_t *program = calloc(1, sizeof *program);
-    if (program == NULL) return fail(MPS_ERR_MEMORY, "join: no memory");
+    const char *wrong = NULL; /* the others must hear of it */
+    if (program != NULL) program->far = calloc(FEW_PROGRAMS, sizeof *program->far);
+    if (program == NULL || program->far == NULL || object_room("join")) wrong = no_memory;
     if (handle != NULL) *handle = MPS_NULL;
-    else name = NULL; /* the others must hear of it */
-    program->users = 1;
-    if (name_fits(name)) snprintf(program->name, sizeof program->name, "%s", name);
+    else wrong = "no place for a handle";
+    if (!name_fits(name) || !is_text(name)) wrong = "no name of a program";
+    if (program != NULL) program->users = 1;
+    if (program != NULL && !wrong) snprintf(program->name, sizeof program->name, "%s", name);
     /* errors of MPI come back here, and the host's handler is as before */
     MPI_Errhandler before;
     MPI_Comm_get_errhandler(MPI_COMM_WORLD, &before);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
-    status = meet(name, timeout > 0 ? timeout : 60.0, program);
+    status = meet(name, wrong, timeout > 0 ? timeout : 60.0, program);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, before);
     if (before != MPI_ERRORS_ARE_FATAL && before != MPI_ERRORS_RETURN) MPI_Errhandler_free(&before);
     if (!status) *handle = object_made(OBJECT_PROGRAM, program);
-    else program_left(program);
+    else if (program != NULL) program_left(program);
     return status;
 }
 
