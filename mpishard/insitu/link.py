@@ -14,13 +14,13 @@ from torch import Tensor
 from mpishard.comm import guard
 from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.channel import Channel, Parcel
-from mpishard.comm.coupling.greeting import greet, meet_peers, order_of
+from mpishard.comm.coupling.greeting import accept, greet, meet_peers, order_of
 from mpishard.comm.coupling.inlet import Inlet
 from mpishard.comm.coupling.meeting import Meeting, checked_timeout
 from mpishard.comm.coupling.outlet import POLICIES, Outlet
-from mpishard.comm.coupling.patience import CLOSE, call_of
+from mpishard.comm.coupling.patience import CLOSE, Ballot, call_of
 from mpishard.comm.exit import on_finalize
-from mpishard.comm.mesh import init_mesh
+from mpishard.comm.mesh import CartMesh, init_mesh
 from mpishard.errors import DesyncError, LayoutError, MeshError, MpishardError, UnsupportedOperationError
 from mpishard.insitu import offer
 from mpishard.insitu.memory import require_own_cells
@@ -92,22 +92,45 @@ class Link:
             offer.compare(name, side, other, theirs)
         except MpishardError as e:
             raise guard.common(e, circle.comm) from None
-        ranks = meeting.programs[other]
-        going = _outgoing(side.out, theirs.into, circle.rank, circle.size, ranks)
-        coming = _incoming(theirs.out, side.into, circle.rank, ranks, circle.size)
-        going, coming = ([Parcel(far.first + p.peer, p.boxes) for p in side] for side in (going, coming))
-        peers = {p.peer for p in (*going, *coming)}
-        presences = meet_peers(circle, far, tag, other, peers, self._timeout_s)
-        channel = Channel(far.comm, far.first, tag, serial, circle, other, presences, self._timeout_s)
         dtypes = [
             [offer.dtype_of(o, them) for o in us] for us, them in ((side.out, theirs.into), (side.into, theirs.out))
         ]
-        self.out = {o.name: _source(out[o.name], meeting, t) for o, t in zip(side.out, dtypes[0])}
-        self.into = {o.name: _source(into[o.name], meeting, t) for o, t in zip(side.into, dtypes[1])}
-        policy_number, slots = offer.agreed(side, theirs)
-        self._outlet = Outlet(channel, going, dtypes[0], POLICIES[policy_number], slots) if side.out else None
-        asks = POLICIES[offer.agreed(theirs, side)[0]] == "latest"
-        self._inlet = Inlet(channel, coming, dtypes[1], asks) if side.into else None
+        made = [_meshes(x, meeting) for x in (out, into)]
+        ballot = Ballot(circle, later=True) if side.out else None
+        channel = Channel(far.comm, far.first, tag, serial, circle, other, {}, self._timeout_s)
+        self._outlet: Outlet | None = None
+        self._inlet: Inlet | None = None
+        peers: set[int] = set()
+        unready: Exception | None = None
+        try:
+            ranks = meeting.programs[other]
+            going = _outgoing(side.out, theirs.into, circle.rank, circle.size, ranks)
+            coming = _incoming(theirs.out, side.into, circle.rank, ranks, circle.size)
+            going, coming = ([Parcel(far.first + p.peer, p.boxes) for p in side] for side in (going, coming))
+            peers.update(p.peer for p in (*going, *coming))
+            self.out, self.into = (
+                {o.name: _source(x[o.name], meshes.get(o.name), t) for o, t in zip(offers, of)}
+                for x, meshes, offers, of in (
+                    (out, made[0], side.out, dtypes[0]),
+                    (into, made[1], side.into, dtypes[1]),
+                )
+            )
+            puts, slots = offer.agreed(side, theirs)
+            if ballot is not None:
+                self._outlet = Outlet(channel, going, dtypes[0], POLICIES[puts], slots, ballot)
+            if side.into:
+                asks = POLICIES[offer.agreed(theirs, side)[0]] == "latest"
+                self._inlet = Inlet(channel, coming, dtypes[1], asks)
+        except Exception as e:  # noqa: BLE001 (the others, and the other side, wait for this rank)
+            unready = _unready(other, e)
+        try:
+            accept(circle, far, tag, other, unready, self._timeout_s)
+            channel.presences.update(meet_peers(circle, far, tag, other, peers, self._timeout_s))
+        except MpishardError:
+            if ballot is not None and self._outlet is None:
+                ballot.leave()
+            self._release()
+            raise
         self._shapes = [[tuple(_tensor(x).to_local().shape) for x in xs.values()] for xs in (self.out, self.into)]
         self._dtypes = dtypes
         self._known: list[Sequence[Tensor]] = [(), ()]  # blocks that were found right
@@ -388,11 +411,27 @@ def _tensor(x: Any, name: str = "") -> ShardTensor:
     )
 
 
-def _source(x: Any, meeting: Meeting, dtype: torch.dtype) -> Any:
-    """Return what is given, or a new tensor of a layout. Collective where it is one."""
-    if not isinstance(x, Layout):
+def _unready(other: str, error: Exception) -> MpishardError:
+    if isinstance(error, MpishardError):
+        return error
+    return MpishardError(
+        f"connect: no link to {other!r} can be made here",
+        expected="memory for its slots and fields",
+        got=f"{type(error).__name__}: {error}",
+        fix="give a smaller depth, or more ranks",
+    )
+
+
+def _meshes(given: Mapping[str, Any], meeting: Meeting) -> dict[str, CartMesh]:
+    """Return a mesh for every layout. Collective."""
+    layouts = {name: given[name] for name in sorted(given) if isinstance(given[name], Layout)}
+    return {name: init_mesh(x.mesh_shape, comm=meeting.comm) for name, x in layouts.items()}
+
+
+def _source(x: Any, mesh: CartMesh | None, dtype: torch.dtype) -> Any:
+    """Return what is given, or a new tensor of a layout. Not collective."""
+    if mesh is None:
         return x
-    mesh = init_mesh(x.mesh_shape, comm=meeting.comm)
     return wrap(torch.zeros(x.local_shape(mesh.coords), dtype=dtype, device=mesh.device), x, mesh)
 
 

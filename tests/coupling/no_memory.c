@@ -80,12 +80,20 @@ int main(int argc, char **argv)
     k = 0;
     do fail_from(k++, 1);
     while (!done(mps_field(sim, "u", MPS_FLOAT64, a, 1, NULL, shape, NULL, NULL, &u), "field"));
-    /* the first is the link itself, of which the other program would not hear */
-    for (k = 1, link = MPS_NULL; link == MPS_NULL; k += 3) {
-        if (solver) fail_from(k, 1);
-        status = mps_connect(me, solver ? "model" : "solver", solver, &u, !solver, &u, solver ? MPS_LATEST : MPS_DEFAULT, 0, 0.5, &link);
-        if (solver) done(status, "connect");
-        MPI_Barrier(MPI_COMM_WORLD);
+    /* the other program hears of it, too: nobody waits for the timeout */
+    for (int turn = 0; turn < 2; turn++) {
+        int fails_here = solver == turn;
+        for (k = 0, link = MPS_NULL; link == MPS_NULL; k++) {
+            if (fails_here) fail_from(k, 1);
+            double begin = MPI_Wtime();
+            status = mps_connect(me, solver ? "model" : "solver", solver, &u, !solver, &u, solver ? MPS_LATEST : MPS_DEFAULT, 0, 30, &link);
+            must(MPI_Wtime() - begin < 20, "an answer in time");
+            if (fails_here) done(status, "connect");
+            else must(status == MPS_OK || strstr(mps_error(), "gave up"), "the other side's");
+            MPI_Barrier(MPI_COMM_WORLD);
+        }
+        must(k > 9, "a connect that asks for memory");
+        if (!turn) must(mps_release(&link) == MPS_OK, "release");
     }
     /* one that puts neither waits nor asks for memory, while a rank of the other is late to take its part of a step */
     int64_t step = -1;

@@ -130,6 +130,57 @@ def test_who_gave_up_may_come_again(programs, ranks):
     assert "TOLD 0 join: rank 1 of MPI_COMM_WORLD did not come" in done.stdout, done.stdout
 
 
+NO_MEMORY = """
+import os
+import sys
+import time
+import numpy as np
+import mpishard as ms
+from mpishard.comm.coupling import channel
+name = sys.argv[1]
+me = ms.insitu.join(name)
+mesh = ms.init_mesh((-1,), ("x",), comm=me.comm)
+u = ms.zeros(9, mesh=mesh, placements=(ms.Shard(0),))
+class Full:
+    def __getattr__(self, name):
+        return getattr(np, name)
+    def empty(self, *args):
+        raise MemoryError("Unable to allocate")
+def linked():
+    if name == "writer":
+        return me.connect("reader", out={"u": u}, timeout=60)
+    return me.connect("writer", into={"u": u}, timeout=60)
+for where in ("writer", "reader"):
+    channel.np = Full() if name == where and me.comm.rank == 1 else np
+    start = time.monotonic()
+    try:
+        linked()
+    except ms.MpishardError as e:
+        os.write(1, f"TOLD {e}\\n".encode())
+    else:
+        os.write(1, b"NO ERROR\\n")
+    assert time.monotonic() - start < 40
+channel.np = np
+with linked() as link:
+    if name == "writer":
+        u.to_local().fill_(3)
+        link.put()
+    else:
+        assert list(link) == [0]
+        assert (u.full_tensor() == 3).all()
+"""
+
+
+def test_no_memory_on_one_rank_is_told_to_all_of_both_programs(programs, tmp_path):
+    path = tmp_path / "no_memory.py"
+    path.write_text(NO_MEMORY)
+    done = programs((2, [sys.executable, path, "writer"]), (3, [sys.executable, path, "reader"]))
+    ended_well(done)
+    assert done.stdout.count("TOLD connect: no link to") == 5, done.stdout
+    assert done.stdout.count("got:      MemoryError: Unable to allocate") == 5, done.stdout
+    assert done.stdout.count("gave up") == 5, done.stdout
+
+
 NOT_UP = """
 import os
 import mpi4py

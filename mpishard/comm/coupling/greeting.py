@@ -23,7 +23,7 @@ def greet(
     offer: bytes,
     timeout_s: float,
 ) -> bytes:
-    """Return the offer of the other program, when it has accepted ours.
+    """Return the offer of the other program, which has ours.
 
     Collective over both programs.
 
@@ -47,37 +47,58 @@ def greet(
     PeerError
         The other program did not come, or gave up.
     """
+    _agreed(circle, far, tag, error, timeout_s)
+    theirs = b""
+    if circle.rank == 0:
+        _start(far, tag, offer)
+        theirs, error = _asked(far, tag, other, wire.OFFER, timeout_s)
+    # the others wait for rank 0 longer than it waits
+    circle.agree(error, timeout_s + 1.0)
+    return circle.told(theirs if circle.rank == 0 else None, timeout_s)
+
+
+def accept(circle: Circle, far: Far, tag: int, other: str, error: Exception | None, timeout_s: float) -> None:
+    """Have a link where both sides are ready for one; ``error``: why this rank is not. Collective over both programs.
+
+    Parameters and what it raises: as of `greet`.
+    """
+    _agreed(circle, far, tag, error, timeout_s)
+    if circle.rank == 0:
+        _start(far, tag, _head(wire.ACCEPT))
+        _, error = _asked(far, tag, other, wire.ACCEPT, timeout_s)
+    circle.agree(error, timeout_s + 1.0)
+
+
+def _agreed(circle: Circle, far: Far, tag: int, error: Exception | None, timeout_s: float) -> None:
+    """Raise an error of any rank, and tell the other side, which need not wait. Collective."""
     try:
         circle.agree(error, timeout_s)
     except MpishardError as e:
         if circle.rank == 0:
             _send(far, tag, wire.WITHDRAW, str(e).encode(errors="replace"), timeout_s)
         raise
-    theirs = b""
-    if circle.rank == 0:
-        try:
-            theirs = _exchanged(far, tag, other, offer, timeout_s)
-        except PeerError as e:
-            error = e
-    # the others wait for rank 0 longer than it waits
-    circle.agree(error, timeout_s + 1.0)
-    return circle.told(theirs if circle.rank == 0 else None, timeout_s)
 
 
-def _exchanged(far: Far, tag: int, other: str, offer: bytes, timeout_s: float) -> bytes:
+def _asked(far: Far, tag: int, other: str, kind: int, timeout_s: float) -> tuple[bytes, PeerError | None]:
+    """Return the other side's message of this kind, or why there is none. Not collective."""
+    try:
+        return _awaited(far, tag, other, kind, timeout_s), None
+    except PeerError as e:
+        return b"", e
+
+
+def _awaited(far: Far, tag: int, other: str, kind: int, timeout_s: float) -> bytes:
     wait = Wait(timeout_s)
-    sent = [_start(far, tag, offer)]
-    theirs, accepted = b"", False
-    while not (theirs and accepted):
+    while True:
         status = MPI.Status()
         message = far.comm.Improbe(far.first, tag + wire.HELLO, status)
         if message is not None:
             data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
             message.Recv([data, MPI.BYTE])
-            magic, version, kind, *_ = wire.HEAD.unpack_from(data.tobytes())
+            magic, version, said, *_ = wire.HEAD.unpack_from(data.tobytes())
             if (magic, version) != (wire.MAGIC, wire.VERSION):
                 raise PeerError(wire.other_version(version if magic == wire.MAGIC else None))
-            if kind == wire.WITHDRAW:
+            if said == wire.WITHDRAW:
                 text = data[wire.HEAD.size :].tobytes().decode(errors="replace")
                 raise PeerError(
                     f"connect: program {other!r} gave up",
@@ -85,21 +106,16 @@ def _exchanged(far: Far, tag: int, other: str, offer: bytes, timeout_s: float) -
                     got=text.splitlines()[0] if text else "its withdrawal",
                     fix="see its error",
                 )
-            if kind == wire.OFFER:
-                theirs = data.tobytes()
-                sent.append(_start(far, tag, _head(wire.ACCEPT)))
-            else:
-                accepted = True
+            if said == kind:
+                return data.tobytes()
         elif not wait.pause():
             _send(far, tag, wire.WITHDRAW, b"no answer in time", 1.0)
             raise PeerError(
                 f"connect: program {other!r} did not come",
                 expected=f"its connect within {timeout_s:g} s",
-                got="nothing" if not theirs else "its offer, and then nothing",
+                got="nothing" if kind == wire.OFFER else "its offer, and then nothing",
                 fix="call connect in both programs, for several links in the same order; give a longer timeout",
             )
-    MPI.Request.Waitall(sent)
-    return theirs
 
 
 def meet_peers(

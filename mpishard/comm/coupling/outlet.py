@@ -78,6 +78,8 @@ class Outlet:
         Of the fields.
     policy, depth
         What to do when all of ``depth`` slots are full.
+    ballot
+        The ranks' agreement on the last step that was pushed.
 
     Attributes
     ----------
@@ -87,7 +89,13 @@ class Outlet:
     """
 
     def __init__(
-        self, channel: Channel, parcels: Sequence[Parcel], dtypes: Sequence[torch.dtype], policy: str, depth: int
+        self,
+        channel: Channel,
+        parcels: Sequence[Parcel],
+        dtypes: Sequence[torch.dtype],
+        policy: str,
+        depth: int,
+        ballot: Ballot,
     ) -> None:
         self.channel = channel
         self._parcels = parcels
@@ -107,7 +115,7 @@ class Outlet:
         self.ended = False
         self._ends: dict[int, MPI.Request] = {}
         self._call = channel.call(PUT)
-        self._ballot = Ballot(channel.circle, later=True)  # on the last step that was pushed
+        self._ballot = ballot
         keep_going(self)
 
     def put(self, blocks: Sequence[Tensor], error: MpishardError | None) -> bool:

@@ -38,7 +38,7 @@ struct link_s {
     struct link_s *next;
 };
 
-static link_t *open_links = NULL;
+static link_t *open_links = NULL, unmade;
 
 static int64_t aligned(int64_t n) { return (n + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
 
@@ -57,6 +57,16 @@ static void notify(link_t *link, int peer, int tag, int64_t kind, int64_t value,
 }
 
 /* what the two sides tell each other */
+
+/* a greeting that is a head alone; without memory of malloc's: what is always the same MPI may read later */
+static void send_static(int kind, link_t *link)
+{
+    static int64_t heads[3][8];
+    MPI_Request request;
+    head(heads[kind], kind, 0, 0);
+    MPI_Isend(heads[kind], HEAD_BYTES, MPI_BYTE, link->far->first, link->tag + TAG_HELLO, link->far->both, &request);
+    MPI_Request_free(&request);
+}
 
 static int offered(const field_t *field, int size, offer_t *offer)
 {
@@ -204,38 +214,44 @@ static int compare(const char *own, const side_t *mine, const char *other, const
     return status;
 }
 
-static int withdraw(link_t *link, const char *text)
+static void withdraw(link_t *link, const char *text)
 {
     size_t n = strlen(text) < TEXT_BYTES ? strlen(text) : TEXT_BYTES;
     char *message = malloc(HEAD_BYTES + n);
-    if (message == NULL) return MPS_OK;
+    if (message == NULL) {
+        send_static(KIND_WITHDRAW, link);
+        return;
+    }
     head((int64_t *)message, KIND_WITHDRAW, 0, 0);
     memcpy(message + HEAD_BYTES, text, n);
     send_kept(message, HEAD_BYTES + (int)n, link->far->first, link->tag + TAG_HELLO, link->far->both);
     patience_t wait = patience(1.0);
     while (sends_under_way() && patient(&wait)) continue;
-    return MPS_OK;
 }
 
-/* rank 0: exchange offers, ours being MPI's from here on; both sides accept, or neither has a link */
-static int exchange(link_t *link, char *offer, int64_t count, char **theirs, int64_t *length)
+/* rank 0: the other side's message of a kind; both sides are ready, or neither has a link */
+static int asked(link_t *link, int64_t kind, char **theirs, int64_t *length)
 {
-    int accepted = 0, found, n;
+    int found, n;
     MPI_Message message;
     MPI_Status status;
     patience_t wait = patience(link->timeout);
-    send_kept(offer, (int)count, link->far->first, link->tag + TAG_HELLO, link->far->both);
-    while (*theirs == NULL || !accepted) {
+    for (;;) {
         MPI_Improbe(link->far->first, link->tag + TAG_HELLO, link->far->both, &found, &message, &status);
         if (!found) {
             if (patient(&wait)) continue;
             withdraw(link, "no answer in time");
-            return fail(MPS_ERR_PEER, "connect: program '%s' did not come\n  expected: its connect within %g s\n  got:      nothing\n"
-                        "  fix:      call connect in both programs, for several links in the same order", link->far->name, link->timeout);
+            return fail(MPS_ERR_PEER, "connect: program '%s' did not come\n  expected: its connect within %g s\n  got:      %s\n"
+                        "  fix:      call connect in both programs, for several links in the same order", link->far->name, link->timeout,
+                        kind == KIND_OFFER ? "nothing" : "its offer, and then nothing");
         }
         MPI_Get_count(&status, MPI_BYTE, &n);
         char *data = calloc(1, (size_t)n + 1);
-        if (data == NULL) return fail(MPS_ERR_MEMORY, "connect: no memory");
+        if (data == NULL) {
+            int code = fail(MPS_ERR_MEMORY, "connect: no memory");
+            withdraw(link, mps_error());
+            return code;
+        }
         MPI_Mrecv(data, n, MPI_BYTE, &message, MPI_STATUS_IGNORE);
         const int64_t *words = (const int64_t *)data;
         if (words[0] != WIRE_MAGIC || words[1] != WIRE_VERSION) {
@@ -249,16 +265,13 @@ static int exchange(link_t *link, char *offer, int64_t count, char **theirs, int
             free(data);
             return code;
         }
-        if (words[2] == KIND_OFFER) {
+        if (words[2] == kind) {
             *theirs = data;
             *length = n;
-            notify(link, link->far->first, TAG_HELLO, KIND_ACCEPT, 0, 0);
-        } else {
-            accepted = 1;
-            free(data);
+            return MPS_OK;
         }
+        free(data);
     }
-    return MPS_OK;
 }
 
 /* plans */
@@ -355,33 +368,41 @@ static int slot_init(link_t *link, flow_t *flow, slot_t *slot, int writes)
     return MPS_OK;
 }
 
-static int meet_peers(link_t *link)
+typedef struct { int64_t *theirs; MPI_Request *requests; parcel_t **of; } peers_t;
+
+static int peers_init(link_t *link, peers_t *peers)
+{
+    size_t count = (size_t)(link->out.count + link->into.count);
+    peers->theirs = calloc(count * 3 + 1, sizeof *peers->theirs);
+    peers->requests = malloc((2 * count + 1) * sizeof *peers->requests);
+    peers->of = malloc((count + 1) * sizeof *peers->of);
+    return peers->theirs && peers->requests && peers->of ? MPS_OK : fail(MPS_ERR_MEMORY, "connect: no memory");
+}
+
+static int meet_peers(link_t *link, peers_t *peers)
 {
     flow_t *flows[2] = {&link->out, &link->into};
-    int count = link->out.count + link->into.count, peers = 0, done = 0, status = MPS_OK;
+    int count = 0, done = 0, status = MPS_OK;
     static int64_t mine[3]; /* always the same: MPI may read it later */
-    int64_t *theirs = calloc((size_t)count * 3 + 1, sizeof *theirs);
-    MPI_Request *requests = malloc((size_t)(2 * count + 1) * sizeof *requests);
-    parcel_t **of = malloc((size_t)(count + 1) * sizeof *of);
-    if (theirs == NULL || requests == NULL || of == NULL) status = fail(MPS_ERR_MEMORY, "connect: no memory");
-    status = circle_agree(&link->program->circle, status, link->timeout);
+    int64_t *theirs = peers->theirs;
+    parcel_t **of = peers->of;
     presence_t here = presence_here();
     mine[0] = here.machine, mine[1] = here.pid, mine[2] = here.started;
-    for (int f = 0; f < 2 && !status; f++)
+    for (int f = 0; f < 2; f++)
         for (int i = 0; i < flows[f]->count; i++) {
             int known = 0;
             for (int k = 0; f && k < flows[0]->count; k++) known |= flows[0]->parcels[k].peer == flows[1]->parcels[i].peer;
-            if (!known) of[peers++] = &flows[f]->parcels[i];
+            if (!known) of[count++] = &flows[f]->parcels[i];
         }
-    for (int i = 0; i < peers; i++) {
-        MPI_Irecv(theirs + 3 * i, 3, MPI_INT64_T, of[i]->peer, link->tag + TAG_PRESENCE, link->far->both, &requests[2 * i]);
-        MPI_Isend(mine, 3, MPI_INT64_T, of[i]->peer, link->tag + TAG_PRESENCE, link->far->both, &requests[2 * i + 1]);
+    for (int i = 0; i < count; i++) {
+        MPI_Irecv(theirs + 3 * i, 3, MPI_INT64_T, of[i]->peer, link->tag + TAG_PRESENCE, link->far->both, &peers->requests[2 * i]);
+        MPI_Isend(mine, 3, MPI_INT64_T, of[i]->peer, link->tag + TAG_PRESENCE, link->far->both, &peers->requests[2 * i + 1]);
     }
     patience_t wait = patience(link->timeout);
-    while (!status && (MPI_Testall(2 * peers, requests, &done, MPI_STATUSES_IGNORE), !done))
+    while (!status && (MPI_Testall(2 * count, peers->requests, &done, MPI_STATUSES_IGNORE), !done))
         if (!patient(&wait))
             status = fail(MPS_ERR_PEER, "connect: not all ranks of program '%s' came\n  expected: within %g s", link->far->name, link->timeout);
-    for (int i = 0; i < peers && !status; i++) {
+    for (int i = 0; i < count && !status; i++) {
         of[i]->where.machine = theirs[3 * i];
         of[i]->where.pid = theirs[3 * i + 1];
         of[i]->where.started = theirs[3 * i + 2];
@@ -389,9 +410,7 @@ static int meet_peers(link_t *link)
     for (int i = 0; i < link->into.count; i++)
         for (int k = 0; k < link->out.count; k++)
             if (link->into.parcels[i].peer == link->out.parcels[k].peer) link->into.parcels[i].where = link->out.parcels[k].where;
-    if (done || !peers) free(theirs); /* who comes later is written to it */
-    free(requests);
-    free(of);
+    if (status) peers->theirs = NULL; /* who comes later is written to it */
     return circle_agree(&link->program->circle, status, link->timeout);
 }
 
@@ -476,6 +495,48 @@ static int kept(link_t *link, int status)
     return status;
 }
 
+/* All ranks are ready, or the other side is told that they are not; and so is it. */
+static int accept(link_t *link, int status)
+{
+    circle_t *circle = &link->program->circle;
+    char *answer = NULL;
+    int64_t length;
+    if ((status = circle_agree(circle, status, link->timeout))) {
+        if (circle->rank == 0) withdraw(link, mps_error());
+        return status;
+    }
+    if (circle->rank == 0) {
+        send_static(KIND_ACCEPT, link);
+        status = asked(link, KIND_ACCEPT, &answer, &length);
+        free(answer);
+    }
+    return circle_agree(circle, status, link->timeout + 1.0);
+}
+
+/* what the messages of a link need */
+static int prepared(link_t *link, const side_t *mine, const side_t *other, peers_t *peers)
+{
+    flow_t *flows[2] = {&link->out, &link->into};
+    link->out.policy = chosen(mine->policy, other->policy, other->count[0] == 0, MPS_BLOCK);
+    link->out.depth = chosen(mine->depth, other->depth, other->count[0] == 0, 2);
+    link->into.policy = chosen(other->policy, mine->policy, mine->count[0] == 0, MPS_BLOCK);
+    for (int s = 0; s < 2; s++) {
+        /* own mesh ranks, where they differ, are those of the order */
+        int status = plan(link, flows[s], s == 0, mine->of[s], other->of[1 - s]);
+        if (status) return status;
+        /* of steps that may be taken back one more than the depth, for the one that is being read */
+        int slots = s == 1 ? 1 : link->out.policy == MPS_LATEST ? link->out.depth + 1 : link->out.depth;
+        flows[s]->slot = calloc((size_t)slots + 1, sizeof *flows[s]->slot);
+        flows[s]->unread = calloc((size_t)slots + 1, sizeof *flows[s]->unread);
+        if (flows[s]->slot == NULL || flows[s]->unread == NULL) return fail(MPS_ERR_MEMORY, "connect: no memory");
+        for (int i = 0; i < slots && flows[s]->fields; i++) {
+            flows[s]->slots++;
+            if ((status = slot_init(link, flows[s], &flows[s]->slot[i], s == 0))) return status;
+        }
+    }
+    return peers_init(link, peers);
+}
+
 static int make(link_t *link, side_t *mine, int status)
 {
     circle_t *circle = &link->program->circle;
@@ -483,6 +544,7 @@ static int make(link_t *link, side_t *mine, int status)
     int64_t count = 0, length = 0;
     side_t other = {0, 0, {0, 0}, {NULL, NULL}};
     flow_t *flows[2] = {&link->out, &link->into};
+    peers_t peers = {NULL, NULL, NULL};
     uint64_t sum = digest(digest(digest(0, &mine->policy, sizeof(int)), &mine->depth, sizeof(int)), mine->count, sizeof mine->count);
     for (int s = 0; s < 2 && !status; s++)
         for (int i = 0; i < mine->count[s]; i++) sum = digest(sum, flows[s]->of[i]->name, NAME_BYTES);
@@ -497,31 +559,24 @@ static int make(link_t *link, side_t *mine, int status)
         status = fail(MPS_ERR_MEMORY, "connect: no memory");
         withdraw(link, mps_error());
     } else if (circle->rank == 0) {
-        status = exchange(link, offer, count, &theirs, &length);
-        offer = NULL;
+        /* it is MPI's from here on */
+        send_kept(offer, (int)count, link->far->first, link->tag + TAG_HELLO, link->far->both);
+        status = asked(link, KIND_OFFER, &theirs, &length);
     }
-    status = circle_agree(circle, status, link->timeout + 1.0);
-    if (!status) status = circle_tell(circle, &theirs, &length, link->timeout);
+    if ((status = circle_agree(circle, status, link->timeout + 1.0))) {
+        free(theirs);
+        return status;
+    }
+    status = circle_tell(circle, &theirs, &length, link->timeout);
     if (!status) status = circle_agree(circle, side_unpacked(theirs, &other), link->timeout);
-    if (!status) status = compare(link->program->name, mine, link->far->name, &other);
-    if (!status) {
-        link->out.policy = chosen(mine->policy, other.policy, other.count[0] == 0, MPS_BLOCK);
-        link->out.depth = chosen(mine->depth, other.depth, other.count[0] == 0, 2);
-        link->into.policy = chosen(other.policy, mine->policy, mine->count[0] == 0, MPS_BLOCK);
-        for (int s = 0; s < 2 && !status; s++) {
-            /* own mesh ranks, where they differ, are those of the order */
-            status = plan(link, flows[s], s == 0, mine->of[s], other.of[1 - s]);
-            /* of steps that may be taken back one more than the depth, for the one that is being read */
-            int slots = s == 1 ? 1 : link->out.policy == MPS_LATEST ? link->out.depth + 1 : link->out.depth;
-            flows[s]->slot = calloc((size_t)slots + 1, sizeof *flows[s]->slot);
-            flows[s]->unread = calloc((size_t)slots + 1, sizeof *flows[s]->unread);
-            if (flows[s]->slot == NULL || flows[s]->unread == NULL) status = fail(MPS_ERR_MEMORY, "connect: no memory");
-            for (int i = 0; i < slots && !status && flows[s]->fields; i++, flows[s]->slots++) status = slot_init(link, flows[s], &flows[s]->slot[i], s == 0);
-        }
-        status = circle_agree(circle, status, link->timeout);
-    }
-    if (!status) status = meet_peers(link);
-    free(offer);
+    /* what does not fit the other side finds, too */
+    int unlike = status ? MPS_OK : compare(link->program->name, mine, link->far->name, &other);
+    if (unlike) status = unlike;
+    else status = accept(link, status ? status : prepared(link, mine, &other, &peers));
+    if (!status) status = meet_peers(link, &peers);
+    free(peers.theirs);
+    free(peers.requests);
+    free(peers.of);
     free(theirs);
     side_free(&other, 0);
     return status;
@@ -535,32 +590,36 @@ int mps_connect(mps_handle handle, const char *name, int n_out, const mps_handle
     if (result != NULL) *result = MPS_NULL;
     if (program == NULL) return fail(MPS_ERR_ORDER, "connect: expected a program, from mps_join");
     double seconds = timeout > 0 ? timeout : 60.0;
-    link_t *link = calloc(1, sizeof *link);
-    if (link == NULL) return circle_agree(&program->circle, fail(MPS_ERR_MEMORY, "connect: no memory"), seconds);
+    far_t *far = NULL;
     for (int i = 0; i < program->others; i++)
-        if (name != NULL && strcmp(program->far[i].name, name) == 0) link->far = &program->far[i];
+        if (name != NULL && strcmp(program->far[i].name, name) == 0) far = &program->far[i];
     /* before anything is counted: the numbers of links stay the same on all ranks */
     int status = MPS_OK;
     if (result == NULL) status = fail(MPS_ERR_ARGUMENT, "connect: no place for the link");
-    else if (link->far == NULL)
+    else if (far == NULL)
         status = fail(MPS_ERR_PEER, "connect: no such program\n  expected: another program of the job\n  got:      '%s', in program '%s'",
                       name ? name : "", program->name);
-    else if (link->far->connects >= MOST_LINKS || program->links >= MOST_OF_PROGRAM)
+    else if (far->connects >= MOST_LINKS || program->links >= MOST_OF_PROGRAM)
         status = fail(MPS_ERR_ORDER, "connect: no tags are left for one more link to '%s'\n  expected: %d links of two programs at most, and %d "
                       "of one, closed ones too\n  fix:      keep a link, and call mps_put and mps_get many times", name, MOST_LINKS, MOST_OF_PROGRAM);
     else status = object_room("connect");
     status = circle_same(&program->circle, status, seconds, digest(0, name ? name : "", name ? strlen(name) : 0), "connect");
     if (status) {
         parted(program, status);
-        free(link);
         return status;
     }
+    link_t *link = calloc(1, sizeof *link);
+    if (link == NULL) {
+        status = fail(MPS_ERR_MEMORY, "connect: no memory"); /* the others, and the other side, must hear of it */
+        memset(link = &unmade, 0, sizeof unmade);
+    }
+    link->far = far;
     link->program = program;
     program->users++;
     link->tag = link->far->connects++ * LINK_TAGS;
     link->serial = program->links++;
     link->timeout = seconds;
-    if (policy < MPS_DEFAULT || policy > MPS_LATEST) status = fail(MPS_ERR_ARGUMENT, "connect: policy %d is none of MPS_BLOCK...", policy);
+    if (!status && (policy < MPS_DEFAULT || policy > MPS_LATEST)) status = fail(MPS_ERR_ARGUMENT, "connect: policy %d is none of MPS_BLOCK...", policy);
     if (!status && (depth < 0 || depth > MOST_SLOTS))
         status = fail(MPS_ERR_ARGUMENT, "connect: depth is %d\n  expected: 1 to %d slots", depth, MOST_SLOTS);
     if (!status) status = taken(link, &link->out, n_out, out, &mine, 0);
@@ -1046,5 +1105,5 @@ void link_free(link_t *link)
         free(flow->of);
     }
     program_left(link->program);
-    free(link);
+    if (link != &unmade) free(link);
 }
