@@ -53,6 +53,17 @@ int main(int argc, char **argv)
     must(mps_field(sim, "v", MPS_FLOAT64, y, 1, NULL, &mine, NULL, NULL, &v) == MPS_OK, "field");
     must(told(mps_field(sim, "u", MPS_FLOAT64, y, 1, NULL, &mine, NULL, NULL, &w), MPS_ERR_ARGUMENT, "used twice"), "a name used twice");
 
+    int64_t vast[3] = {mine, INT64_MAX / 2, 4}, apart[3] = {INT64_MAX, INT64_MIN, 8};
+    for (int d = 1; d <= 3; d++) {
+        if (d == 1) vast[0] = INT64_MAX;
+        int dims[3] = {0, -1, -1};
+        must(told(mps_field(sim, "w", MPS_FLOAT64, y, d, dims, vast, NULL, d == 1 ? apart + 2 : NULL, &w), MPS_ERR_ARGUMENT, "further than memory"), "vast");
+        vast[0] = mine;
+        must(told(mps_field(sim, "w", MPS_FLOAT64, y, d, dims, vast, NULL, apart, &w), MPS_ERR_ARGUMENT, "further than memory"), "far apart");
+    }
+    int64_t most = INT64_MAX;
+    must(told(mps_adopt(comm, 1, &n, &size, &most, NULL, &w), MPS_ERR_ARGUMENT, "past the domain"), "more cells than there are numbers");
+
     /* other fields, other dtypes, both putting */
     must(told(linked(is_a ? u : v, is_a, &link), MPS_ERR_MATCH, "name other fields") && strstr(mps_error(), "'v'"), "other names");
     must(told(linked(u, 1, &link), MPS_ERR_MATCH, "name other fields"), "both put");

@@ -39,7 +39,7 @@ static int topology(sim_t *sim, MPI_Comm comm, const int *grid, const int *perio
         }
     }
     for (int d = 0; d < sim->ndim; d++) {
-        ranks *= sim->grid[d];
+        if (ranks <= sim->size) ranks *= sim->grid[d];
         if (periodic != NULL) sim->periodic[d] = periodic[d] != 0;
     }
     if (ranks == sim->size) return MPS_OK;
@@ -75,7 +75,7 @@ static int borders(sim_t *sim, const int64_t *sizes)
                 status = fail(MPS_ERR_ARGUMENT, "adopt: the ranks at position %d of dim %d own different numbers of cells\n"
                               "  expected: one number\n  got:      %lld to %lld", i, d, (long long)-least[i], (long long)size);
             most[i] = sum;
-            sum += size;
+            sum = size > INT64_MAX - sum ? INT64_MAX : sum + size;
         }
         most[n] = sum;
         if (!status && sum != sim->shape[d])
@@ -143,6 +143,21 @@ void sim_left(sim_t *sim)
     free(sim);
 }
 
+/* whether no memory is as large: all that follows computes with these numbers */
+static int too_large(const field_t *field)
+{
+    int64_t room = dtype_size(field->dtype);
+    for (int d = 0; d < field->layout.ndim; d++)
+        if (field->extents[d] == 0) return 0;
+    for (int d = 0; d < field->layout.ndim; d++) {
+        int64_t steps = field->extents[d] - 1, stride = field->strides[d];
+        if (steps == 0) continue;
+        if (stride < -PTRDIFF_MAX || llabs(stride) > (PTRDIFF_MAX - room) / steps) return 1;
+        room += llabs(stride) * steps;
+    }
+    return 0;
+}
+
 /* cells of other indices in the same memory, or strides in cells instead of bytes */
 static int strides_fit(const field_t *field)
 {
@@ -181,7 +196,6 @@ static int described(sim_t *sim, field_t *field, int ndim, const int *dims, cons
         field->extents[d] = extents[d];
         field->lo[d] = lo ? lo[d] : 0;
         field->strides[d] = strides ? strides[d] : stride;
-        stride *= extents[d];
         if (m >= sim->ndim || m < -1 || (m >= 0 && layout->shards[m] >= 0))
             return fail(MPS_ERR_ARGUMENT, "field '%s': dims[%d] is %d\n  expected: every dim of the domain once, else -1", field->name, d, m);
         if (m >= 0) {
@@ -197,10 +211,14 @@ static int described(sim_t *sim, field_t *field, int ndim, const int *dims, cons
             return fail(MPS_ERR_ARGUMENT, "field '%s': array dim %d is too short\n  expected: %lld ghost and %lld owned cells\n"
                         "  got:      an extent of %lld", field->name, d, (long long)field->lo[d], (long long)owned, (long long)extents[d]);
         if (m < 0) layout->shape[d] = extents[d] - field->lo[d];
+        stride = extents[d] > 0 && stride > PTRDIFF_MAX / extents[d] ? PTRDIFF_MAX : stride * extents[d];
     }
     for (int m = 0; m < sim->ndim; m++)
         if (layout->shards[m] < 0)
             return fail(MPS_ERR_ARGUMENT, "field '%s': no array dim is dim %d of the domain", field->name, m);
+    if (too_large(field))
+        return fail(MPS_ERR_ARGUMENT, "field '%s': its extents and strides reach further than memory does\n  expected: extents in cells, "
+                    "strides in bytes", field->name);
     if (!strides_fit(field))
         return fail(MPS_ERR_ARGUMENT, "field '%s': its strides let cells share memory\n  expected: strides in bytes, of cells of %lld bytes",
                     field->name, (long long)dtype_size(field->dtype));

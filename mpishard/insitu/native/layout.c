@@ -186,18 +186,18 @@ static void row_copy(char *array, int64_t stride, int64_t n, int64_t itemsize, c
         else memcpy(array, dense, (size_t)(n * itemsize));
         return;
     }
-#define ROW(TYPE)                                                              \
-    for (int64_t i = 0; i < n; i++) {                                          \
-        TYPE *cell = (TYPE *)(array + i * stride), *place = (TYPE *)dense + i; \
-        if (pack) *place = *cell;                                              \
-        else *cell = *place;                                                   \
-    }                                                                          \
+    /* not by assignment of such a type: the host's cells need not be aligned as its are */
+#define ROW(N)                                                    \
+    for (int64_t i = 0; i < n; i++) {                             \
+        if (pack) memcpy(dense + i * N, array + i * stride, N);   \
+        else memcpy(array + i * stride, dense + i * N, N);        \
+    }                                                             \
     return;
     switch (itemsize) {
-    case 1: ROW(uint8_t)
-    case 2: ROW(uint16_t)
-    case 4: ROW(uint32_t)
-    case 8: ROW(uint64_t)
+    case 1: ROW(1)
+    case 2: ROW(2)
+    case 4: ROW(4)
+    case 8: ROW(8)
     }
 #undef ROW
     for (int64_t i = 0; i < n; i++) {

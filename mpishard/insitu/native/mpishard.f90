@@ -208,7 +208,8 @@ contains
         integer(c_int64_t) :: strides(size(extents))
         integer :: d
         integer, parameter :: nbytes(0:14) = [1, 1, 1, 2, 4, 8, 2, 4, 8, 2, 2, 4, 8, 8, 16]
-        strides(1) = nbytes(max(0, min(dtype, 14)))
+        ! without dims, which c_field refuses, there is nothing to write to
+        if (size(extents) > 0) strides(1) = nbytes(max(0, min(dtype, 14)))
         do d = 2, size(extents)
             strides(d) = strides(d - 1) * extents(d - 1)
         end do
