@@ -131,7 +131,7 @@ class Link:
                 ballot.leave()
             self._release()
             raise
-        self._shapes = [[tuple(_tensor(x).to_local().shape) for x in xs.values()] for xs in (self.out, self.into)]
+        self._places = [[_place(_tensor(x)) for x in xs.values()] for xs in (self.out, self.into)]
         self._dtypes = dtypes
         self._known: list[Sequence[Tensor]] = [(), ()]  # blocks that were found right
         self._closed = False
@@ -318,15 +318,16 @@ class Link:
             if known:
                 return known, None
         try:
-            blocks = [_tensor(x).block for x in fields.values()]
+            tensors = [_tensor(x) for x in fields.values()]
+            blocks = [x.block for x in tensors]
             if known and all(map(is_, blocks, known)):
                 return known, None
-            for name, block, shape, dtype in zip(fields, blocks, self._shapes[side], self._dtypes[side]):
-                if block.shape != shape or block.dtype != dtype:
+            for name, x, place, dtype in zip(fields, tensors, self._places[side], self._dtypes[side]):
+                if _place(x) != place or x.dtype != dtype:
                     raise LayoutError(
                         f"field {name!r} of the link to {self.other!r} has changed",
-                        expected=f"a block {shape} of {dtype}",
-                        got=f"{tuple(block.shape)} of {block.dtype}",
+                        expected=f"a block {place[0]} of {dtype}, {list(place[1].placements)}",
+                        got=f"{tuple(x.block.shape)} of {x.dtype}, {list(x.sharding.placements)}",
                         fix="connect again with the new tensor",
                     )
         except MpishardError as e:
@@ -409,6 +410,11 @@ def _tensor(x: Any, name: str = "") -> ShardTensor:
         got=type(x).__name__,
         fix="distribute it first, with mpishard.distribute_tensor or ShardTensor.from_local",
     )
+
+
+def _place(x: ShardTensor) -> tuple[tuple[int, ...], Layout, tuple[int, ...]]:
+    """Return which cells of a field are this rank's. Not collective."""
+    return tuple(x.block.shape), x.sharding, tuple(x.mesh.coords)
 
 
 def _unready(other: str, error: Exception) -> MpishardError:

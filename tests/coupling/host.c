@@ -31,7 +31,7 @@ int main(int argc, char **argv)
     must(mps_rebind(none, cells) == MPS_ERR_ORDER, "rebind before field");
     must(mps_put(none) == MPS_ERR_ORDER && mps_get(none, NULL) == MPS_ERR_ORDER && mps_close(none) == MPS_ERR_ORDER, "no link");
     must(strstr(mps_error(), "expected") != NULL && mps_release(&none) == MPS_OK, "the text says what is missing");
-    must(mps_join("", 5, &program) == MPS_ERR_PEER && strstr(mps_error(), "no name"), "a name that is none");
+    must(mps_join("", 30, &program) == MPS_ERR_PEER && strstr(mps_error(), "no name"), "a name that is none");
     must(mps_join("solver", 30, &program) == MPS_OK, "join");
     must(mps_comm(program, &comm) == MPS_OK, "comm");
     int size, ranks;

@@ -15,7 +15,7 @@ program host
     call MPI_Init()
     call must(mps_field(sim, "u", few, u_field) == MPS_ERR_ORDER, "field before adopt")
     call must(mps_put(link) == MPS_ERR_ORDER, "put before connect")
-    call must(mps_join("", job, 5d0) == MPS_ERR_PEER, "a name that is none")
+    call must(mps_join("", job, 30d0) == MPS_ERR_PEER, "a name that is none")
     call must(mps_join("solver", job) == MPS_OK, "join")
     call must(mps_comm(job, comm) == MPS_OK, "comm")
     call must(mps_ranks(job, "model", ranks) == MPS_OK .and. ranks == 2, "ranks")

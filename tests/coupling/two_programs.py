@@ -293,6 +293,40 @@ def reordered_mesh(me):
     link.close()
 
 
+def other_cells_of_the_same_shape(me):
+    meshes = [ms.init_mesh((-1,), ("x",), comm=me.comm.Split(0, turn * me.comm.rank)) for turn in (1, -1)]
+    u, v = (ms.zeros(6, mesh=mesh, placements=(ms.Shard(0),)) for mesh in meshes)
+    link = me.connect(OTHER, **side({"u": u}), timeout=100)
+    if SOLVER:
+        assert link.put()
+        link.out["u"] = v
+        refused(ms.LayoutError, link.put, "has changed")
+    else:
+        assert link.get() == 0
+        refused(ms.PeerError, link.get, "left")
+    link.close()
+
+
+def inference_mode(me):
+    """A field made in it is written outside of it, too, as autograd never knows of one."""
+    with torch.inference_mode():
+        u, v = fields_of(me), fields_of(me)
+    v = v if SOLVER else fields_of(me)
+    link = me.connect(OTHER, **side({"u": u, "v": v}))
+    for step in range(3):
+        if SOLVER:
+            with torch.inference_mode():
+                u.fill_(step + 1)
+                v.fill_(step + 1)
+            link.put()
+        else:
+            with torch.inference_mode(step == 1):
+                assert link.get() == step
+            assert (u.to_local() == step + 1).all()
+            assert (v.to_local() == step + 1).all()
+    link.close()
+
+
 def gradients_know(me):
     u = fields_of(me)
     leaf = fields_of(me).requires_grad_()
@@ -346,6 +380,8 @@ if __name__ == "__main__":
         several_links,
         fields_and_layouts,
         reordered_mesh,
+        other_cells_of_the_same_shape,
+        inference_mode,
         gradients_know,
         many_links,
     )

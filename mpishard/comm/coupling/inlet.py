@@ -49,6 +49,7 @@ class Inlet:
         ]
         self._known: Sequence[Tensor] = ()
         self._copies = Copies((), ())
+        self._counted: Sequence[Tensor] = ()
         self._over: set[int] = set()  # ranks whose last message is here
         self._running: set[int] = set()
         self.ended = False
@@ -154,9 +155,15 @@ class Inlet:
         if blocks is not self._known:
             self._known = blocks
             self._copies = Copies(boxes_of(blocks, self._parcels), self._load.views)
-        self._copies.run()
+            # autograd keeps no tensor of inference mode, nor a count of its changes
+            self._counted = [x for x in blocks if not x.is_inference()]
+        if len(self._counted) == len(blocks):
+            self._copies.run()
+        else:
+            with torch.inference_mode():
+                self._copies.run()
         # not all of the copies are torch's own
-        increment_version(blocks)
+        increment_version(self._counted)
 
     def stop(self) -> Callable[[], bool]:
         """Tell the writers that nothing is read any more; return a function to call until it is true. Collective."""

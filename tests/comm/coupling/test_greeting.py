@@ -16,7 +16,7 @@ from mpishard.comm.coupling.greeting import meet_peers
 from mpishard.comm.coupling.inlet import Inlet
 from mpishard.comm.coupling.meeting import Far, Meeting
 from mpishard.comm.coupling.outlet import Outlet
-from mpishard.comm.coupling.patience import Circle, Presence, presence
+from mpishard.comm.coupling.patience import Ballot, Circle, Presence, presence
 from mpishard.comm.in_flight import keep_sent
 from mpishard.comm.memory import buffer
 from mpishard.insitu.program import Program
@@ -70,8 +70,10 @@ def test_what_nobody_waits_for(far):
 def test_a_step_that_nobody_has_taken_when_the_link_goes(far):
     comm, n = far.comm, 1 << 17
     if comm.rank == 0:
-        channel = Channel(comm, 1, 8, 0, Circle(MPI.COMM_SELF, "one"), "other", {1: Presence(0, 0, 0)}, 1.0)
-        outlet = Outlet(channel, [Parcel(1, ((0, ((0, n),)),))], [torch.float64], "block", 1)
+        circle = Circle(MPI.COMM_SELF, "one")
+        channel = Channel(comm, 1, 8, 0, circle, "other", {1: Presence(0, 0, 0)}, 1.0)
+        parcels = [Parcel(1, ((0, ((0, n),)),))]
+        outlet = Outlet(channel, parcels, [torch.float64], "block", 1, Ballot(circle, later=True))
         outlet.put([torch.arange(n, dtype=torch.float64)], None)
         outlet.release(gone=True)
         del outlet
