@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from mpishard.comm import exit
 from mpishard.errors import JobError
 
 
@@ -50,6 +51,8 @@ def bench(
 
 
 def _list() -> int:
+    if not exit.first():
+        return 0
     for name, case in _harness("case").cases().items():
         click.echo(f"{name:<13} {case.summary}")
         for option, what in case.options.items():

@@ -70,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         status = root.main(args=words, prog_name="mpishard", standalone_mode=False, obj=words)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as it is where a shell has closed it
+            sys.stdout.flush()
     except click.ClickException as error:
         text = io.StringIO()
         error.show(text)

@@ -163,6 +163,11 @@ def alone() -> bool:
     return not alive() or MPI.COMM_WORLD.Get_size() == 1
 
 
+def first() -> bool:
+    """Tell whether this process is rank 0 of its job, or no rank. Not collective."""
+    return not alive() or MPI.COMM_WORLD.Get_rank() == 0
+
+
 def require_mpi(what: str) -> None:
     """Raise where MPI is not up: its own calls would end the process. Not collective."""
     if not MPI.Is_initialized() or MPI.Is_finalized():

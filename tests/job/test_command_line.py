@@ -64,6 +64,19 @@ def test_a_full_disk_is_said_in_one_line(command: str) -> None:
     assert done.stderr == "mpishard: No space left on device: not all of the output is written\n"
 
 
+@pytest.mark.parametrize("command", ["ops conv2d", "run -m this"])
+def test_a_closed_standard_output_is_no_error(command: str) -> None:
+    words = ["sh", "-c", 'exec "$@" >&-', "sh", *python("-m", "mpishard", *command.split(), fresh=True)]
+    done = subprocess.run(words, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_list_of_cases_is_told_once_a_job(launch) -> None:
+    done = launch(2, "-m", "mpishard", "bench", "--list")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("\nconv ") == 1, done.stdout
+
+
 def test_a_build_folder_that_cannot_be() -> None:
     assert "expected: a folder that can be written" in said("config", "--build", "/dev/null/x", code=2)
 
