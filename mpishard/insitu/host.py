@@ -81,6 +81,7 @@ class Host:
         dims = [None if m < 0 else m for m in on]
         kind = list(DTYPES.values())[dtype]
         room = None if address else _room(kind, extents, strides)
+        # without room it is an address that is none, which all ranks are told of
         array = (address if room is None else room.data_ptr(), kind, extents, strides)
         number = self._number(sim.field(text, array, halo=halo, dims=dims))
         if room is not None:
@@ -95,8 +96,12 @@ class Host:
         strides = [s * old.element_size() for s in old.stride()]
         address = numbers[1]
         if not address:
-            room = self._rooms.setdefault(numbers[0], _room(old.dtype, old.shape, strides))
-            address = room.data_ptr()
+            room = self._rooms.get(numbers[0])
+            if room is None:
+                room = _room(old.dtype, old.shape, strides)
+            if room is not None:
+                self._rooms[numbers[0]] = room
+                address = room.data_ptr()
         field.rebind((address, old.dtype, tuple(old.shape), strides))
         return OK
 
@@ -180,9 +185,13 @@ class Host:
         return number
 
 
-def _room(dtype: torch.dtype, extents: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+def _room(dtype: torch.dtype, extents: Sequence[int], strides: Sequence[int]) -> torch.Tensor | None:
+    """Return memory for an array, None where there is not as much. Not collective."""
     last = sum((n - 1) * s for n, s in zip(extents, strides))
-    return torch.zeros(max(0, last + dtype.itemsize) if all(extents) else 0, dtype=torch.uint8, device="cpu")
+    try:
+        return torch.zeros(max(0, last + dtype.itemsize) if all(extents) else 0, dtype=torch.uint8, device="cpu")
+    except (RuntimeError, MemoryError):
+        return None
 
 
 _opened: list[object] = []

@@ -208,7 +208,7 @@ static void levels(mps_handle sim)
 /* ranks without cells, and without arrays */
 static void idle(void)
 {
-    int grid[2] = {size, 1};
+    int grid[2] = {size, 1}, status;
     int64_t shape[2] = {3, 3}, sizes[2] = {rank ? 0 : 3, 3}, extents[2] = {sizes[0] + 2, 5}, lo[2] = {1, 1};
     double cells[3][25] = {{0}}, *none = NULL;
     mps_handle sim, u, v, hook;
@@ -223,6 +223,13 @@ static void idle(void)
         must(mps_rebind(u, rank && k != 1 ? none : now) == MPS_OK && mps_step(hook) == MPS_OK, "step");
         must(rank || (cells[1][12] == 9 * (k + 1) && cells[1][6] == 4 * (k + 1)), "box");
     }
+    /* one rank has no memory for as many ghost cells */
+    extents[0] = rank ? (int64_t)1 << 50 : 5;
+    mps_handle vast, lost;
+    must(mps_field(sim, "vast", MPS_FLOAT64, rank ? none : cells[0], 2, NULL, extents, lo, NULL, &vast) == MPS_OK, "vast");
+    status = mps_hook(sim, named("box"), 1, &vast, 1, &v, 1, MPS_INFER, &lost);
+    must(size == 1 ? status == MPS_OK && mps_release(&lost) == MPS_OK : told(status, MPS_ERR_ARGUMENT, "field 'vast': the memory as described"), "vast");
+    must(mps_step(hook) == MPS_OK && mps_release(&vast) == MPS_OK, "the others go on");
     must(mps_release(&hook) == MPS_OK && mps_release(&u) == MPS_OK && mps_release(&sim) == MPS_OK && mps_release(&v) == MPS_OK, "release");
 }
 
