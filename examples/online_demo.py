@@ -44,7 +44,7 @@ def compiled(mpiexec: str, folder: Path) -> Path:
     for path in wrappers.values():
         if not path.exists():
             raise RuntimeError(f"no {path.name} beside {launcher}")
-    environment = {**os.environ, **{name: os.fspath(path) for name, path in wrappers.items()}}
+    environment = {**os.environ, **{name: shlex.quote(os.fspath(path)) for name, path in wrappers.items()}}
 
     def ran(command: list[str]) -> str:
         done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)

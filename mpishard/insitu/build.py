@@ -30,7 +30,7 @@ _LIBMPI = re.compile(r"^\s*(lib(?:mpi|mpich|mpi_abi|mpi_cray|mpi_gnu\w*)[-.\w]*\
 
 
 class Built(NamedTuple):
-    """What a compiler and a linker need to be told."""
+    """What a compiler and a linker need to be told, in a shell's words."""
 
     cflags: str
     libs: str
@@ -104,8 +104,8 @@ def build(
         for name in objects:
             (lib / name).unlink()
         stamp.write_text(mark)
-    libs = f"-L{lib} -Wl,-rpath,{lib} -lmpishard_f -lmpishard{'_link' if link else ''}"
-    return Built(f"-I{include}", libs)
+    libs = f"-L{lib}", f"-Wl,-rpath,{lib}", "-lmpishard_f", f"-lmpishard{'_link' if link else ''}"
+    return Built(shlex.quote(f"-I{include}"), shlex.join(libs))
 
 
 def _wrapper(given: str | None, variable: str, name: str) -> list[str] | None:

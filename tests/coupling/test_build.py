@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -36,6 +37,14 @@ def test_another_compiler_of_the_same_name_compiles_anew(cc, tmp_path, monkeypat
         build(tmp_path / "built", mpif90="no Fortran")
         times.append((tmp_path / "built" / "lib" / "libmpishard.so").stat().st_mtime_ns)
     assert times[0] == times[1] < times[2] == times[3]
+
+
+def test_a_folder_whose_name_is_two_words(cc, tmp_path):
+    folder = tmp_path / "two words"
+    built = build(folder, cc, "no Fortran", link=True)
+    include, *libs = shlex.split(f"{built.cflags} {built.libs}")
+    assert include == f"-I{folder}/include"
+    assert libs == [f"-L{folder}/lib", f"-Wl,-rpath,{folder}/lib", "-lmpishard_f", "-lmpishard_link"]
 
 
 def test_two_mpi_libraries_are_refused(cc, tmp_path):
