@@ -1060,7 +1060,10 @@ int mps_close(mps_handle handle)
         int in = drained(link), out = flushed(link);
         if (in && out) break;
         flow_t *flow = out ? &link->into : &link->out;
-        if (time_to_look(&wait) && (status = dead(link, flow, NULL, "close"))) break;
+        if (time_to_look(&wait) && (status = dead(link, flow, NULL, "close"))) {
+            certain = 1;
+            break;
+        }
         if (!patient(&wait)) {
             status = late(link, flow, NULL, "close", &certain);
             break;
@@ -1069,7 +1072,7 @@ int mps_close(mps_handle handle)
     if (status)
         for (int i = 0; i < link->out.count; i++) end_to(link, &link->out.parcels[i], KIND_GONE);
     leave(link);
-    circle_start_in(circle, call, status, 0, status < 0 ? status : 0, 0, 0);
+    circle_start_in(circle, call, status, certain, status < 0 ? status : 0, 0, 0);
     return kept(link, circle_finish(circle, link->timeout, NULL));
 }
 
