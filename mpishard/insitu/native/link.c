@@ -467,6 +467,26 @@ static int order_of(link_t *link, field_t *field, offer_t *offer)
 }
 
 static void progress_all(void);
+static void end_to(link_t *link, parcel_t *p, int kind);
+
+/* MPI_Finalize begins with it: a program that ends with open links says so, and nobody waits for it until the timeout */
+static int leave_all(MPI_Comm comm, int key, void *value, void *extra)
+{
+    (void)comm, (void)key, (void)value, (void)extra;
+    background = NULL;
+    for (; open_links != NULL; open_links = open_links->next)
+        for (int i = 0; i < open_links->out.count; i++) end_to(open_links, &open_links->out.parcels[i], KIND_GONE);
+    patience_t wait = patience(1.0);
+    while (sends_under_way() && patient(&wait)) continue;
+    return MPI_SUCCESS;
+}
+
+static void leave_at_finalize(void)
+{
+    static int key = MPI_KEYVAL_INVALID;
+    if (key != MPI_KEYVAL_INVALID) return;
+    if (MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, leave_all, &key, NULL) == MPI_SUCCESS) MPI_Comm_set_attr(MPI_COMM_SELF, key, NULL);
+}
 
 static int chosen(int writer, int reader, int reads_only, int otherwise)
 {
@@ -637,6 +657,7 @@ int mps_connect(mps_handle handle, const char *name, int n_out, const mps_handle
     link->next = open_links;
     open_links = link;
     background = progress_all;
+    leave_at_finalize();
     return MPS_OK;
 }
 
