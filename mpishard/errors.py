@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -84,8 +85,17 @@ def described(what: str, *, expected: object, got: object, fix: str) -> str:
         One text, the same on every rank for the same arguments. Of a part that is very long, such as a path that
         nobody meant, the middle is left out: every rank says it, and a job's output holds them all.
     """
-    parts = (shown(str(part)) for part in (what, expected, got, fix))
+    parts = (shown(alike(str(part))) for part in (what, expected, got, fix))
     return "{}\n  expected: {}\n  got:      {}\n  fix:      {}".format(*parts)
+
+
+# in what a mesh, a ShardTensor and any object say of themselves
+_OF_ONE_RANK = re.compile(r"; rank \d+ at \((\d+(, \d+)*,?)?\)|local_shape=\([\d, ]*\), | at 0x[0-9a-f]+")
+
+
+def alike(text: str) -> str:
+    """Return a text without the coordinates, block shapes and addresses of one rank. Not collective."""
+    return _OF_ONE_RANK.sub("", text)
 
 
 _SHOWN = 2000  # characters of each part: with all four, a text is below 10 kB

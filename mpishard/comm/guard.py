@@ -26,7 +26,7 @@ from mpishard.comm.lookout import Peers, lookouts, wait_watchfully
 from mpishard.comm.null import NullComm
 from mpishard.comm.thread import owner_of
 from mpishard.comm.wait_meter import meters
-from mpishard.errors import DesyncError, MpishardError, ranges_of, ranks_text
+from mpishard.errors import DesyncError, MpishardError, alike, ranges_of, ranks_text
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
@@ -198,7 +198,7 @@ def _failure(comm: MPI.Intracomm, error: BaseException | None, first: int) -> Ba
     size = comm.Get_size()
     mine = None
     if error is not None:
-        mine = f"{_public_type(error)}|{error if isinstance(error, MpishardError) else _named(error)}"
+        mine = f"{_public_type(error)}|{error if isinstance(error, MpishardError) else alike(_named(error))}"
     same, others = disagreement.first_told(comm, first, mine)
     name, _, text = same.text.partition("|")
     if error is not None and same.number == size and type(error).__name__ == name:

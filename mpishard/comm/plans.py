@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import sys
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from mpi4py import MPI
 
 from mpishard.comm import guard
+from mpishard.errors import alike
 
 LIMIT_NBYTES = 64 << 20  # of one cache; a training step needs some hundred plans of ten kilobytes
 
@@ -77,8 +77,7 @@ def plans_on(comm: MPI.Intracomm) -> Plans:
 
 def text_of(key: Any) -> str:
     """Return what all ranks call a key. Not collective."""
-    # addresses differ between ranks that mean the same
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(key))
+    return alike(repr(key))
 
 
 def nbytes_of(plan: Any, *shared: type) -> int:

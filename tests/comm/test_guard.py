@@ -13,6 +13,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
+import mpishard as ms
 from mpishard import errors
 from mpishard.comm import exit, guard
 from mpishard.errors import (
@@ -49,6 +50,22 @@ def test_an_error_makes_its_text(kind):
     for error in (kind("what", **told), kind(text), pickle.loads(pickle.dumps(kind("what", **told)))):
         assert str(error) == text
         assert error.args == (text,)
+
+
+@several
+def test_a_text_says_nothing_of_one_rank_alone():
+    """Else the others would be said to have other reasons."""
+    mesh = ms.init_mesh((-1,), ("y",))
+    x = ms.zeros(5, 3, mesh=mesh, placements=(ms.Shard(0),))
+    for given in (mesh, x, [x[0]], {"x": mesh}, lambda: None, object()):
+        error = errors.LayoutError("wrong", expected=mesh, got=given, fix="give another")
+        assert same_everywhere(error)
+        assert "y=" in str(error)
+        error = TypeError(f"no number: {given!r}")
+        with pytest.raises(MpishardError) as info:
+            guard.agree(mesh.comm, error)
+        assert same_everywhere(info.value)
+        assert "other reasons" not in str(info.value)
 
 
 def test_a_long_part_of_a_text_is_cut():
