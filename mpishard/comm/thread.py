@@ -39,8 +39,7 @@ class Owner:
             )
         if get_ident() in _guests:
             return
-        threads = {t.ident: t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
-        mine = threads.get(get_ident())
+        mine = _of_python(get_ident())
         if mine is None:
             return  # torch's: the owner waits in backward for it
         if self.lent:
@@ -50,14 +49,22 @@ class Owner:
                 got=f"a call in thread {mine.name!r}",
                 fix="wait for it first",
             )
-        if self.ident in threads:
+        if other := _of_python(self.ident):
             raise UnsupportedOperationError(
                 "two threads communicate on one mesh",
                 expected="one thread, so that all ranks make the same calls in the same order",
-                got=f"thread {mine.name!r}, while {threads[self.ident].name!r}, which has done so, is alive",
+                got=f"thread {mine.name!r}, while {other.name!r}, which has done so, is alive",
                 fix="make a mesh for each thread that communicates, before they start, or leave it all to one",
             )
         self.ident = get_ident()
+
+
+def _of_python(ident: int) -> threading.Thread | None:
+    """Return the living thread of this identity, None where C++ has made it. Not collective."""
+    # in place of `threading.enumerate`: backward on a GPU asks before every message
+    known: dict[int, threading.Thread] = threading._active  # type: ignore[attr-defined]
+    found = known.get(ident)
+    return None if isinstance(found, threading._DummyThread) else found
 
 
 # by the identity of the communicator's object: a look-up must cost nothing
