@@ -146,6 +146,7 @@ def test_drawn_failures(comm, case):
 @pytest.mark.parametrize("nbytes", [1 << 4, 1 << 20])
 def test_bytes_do_not_grow_with_texts(comm, nbytes, monkeypatch):
     monkeypatch.setattr(guard, "_calls", lambda _: [0])  # which asks for an attribute
+    monkeypatch.setattr(guard, "DEBUG", False)  # which starts and tests
     long = "é" * nbytes
     counted = Counted(comm)
     with pytest.raises(LayoutError, match=r"^start") as info:
