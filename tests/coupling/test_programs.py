@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-TWO, DRAWN = (Path(__file__).with_name(name) for name in ("two_programs.py", "drawn_programs.py"))
+HERE = Path(__file__).parent
+TWO, DRAWN = (HERE / name for name in ("two_programs.py", "drawn_programs.py"))
 
 
 def ended_well(done: subprocess.CompletedProcess[str]) -> None:
@@ -128,6 +129,39 @@ def test_who_gave_up_may_come_again(programs, ranks):
     assert done.stdout.count("join: rank 1: timeout") == ranks, done.stdout
     assert "TOLD 1 join: rank 0 of MPI_COMM_WORLD did not come" in done.stdout, done.stdout
     assert "TOLD 0 join: rank 1 of MPI_COMM_WORLD did not come" in done.stdout, done.stdout
+
+
+CROSSED = """
+import mpishard as ms
+from mpi4py import MPI
+from mpishard.comm.coupling import meeting, wire
+world, decided = MPI.COMM_WORLD, meeting._one_name
+rank, size = world.rank, world.size
+def seen_too_late(entries):
+    # the others are here: what the last of them says next comes too late
+    world.Probe(size // 2, wire.MEETING_TAG)
+    meeting._one_name = decided
+    return decided(entries)
+if rank == 0:
+    meeting._one_name = seen_too_late
+for timeout in 0.1 if rank == size - 1 else 60, 60:
+    ms.insitu.join("first" if rank == 0 else "others", timeout=timeout)
+    print(f"rank {rank} JOINED", flush=True)
+"""
+
+
+@pytest.mark.parametrize("language", ["Python", "C"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_who_gives_up_when_all_have_come_has_joined(programs, compiled, tmp_path, language, ranks):
+    """The others, who have taken it for one that is here, would wait for it in what follows."""
+    path = tmp_path / "crossed.py"
+    path.write_text(CROSSED)
+    others = [sys.executable, path]
+    if language == "C":
+        others = [compiled(HERE / "gives_up.c", tmp_path / "host", link=True)]
+    done = programs((1, [sys.executable, path]), (ranks - 1, others), env={"MPISHARD_TIMEOUT": "10"}, timeout_s=60)
+    ended_well(done)
+    assert done.stdout.count("JOINED") == 2 * ranks, done.stdout
 
 
 NO_MEMORY = """

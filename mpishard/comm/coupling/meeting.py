@@ -129,8 +129,9 @@ def _called(world: MPI.Intracomm, mine: Roll, timeout_s: float) -> Roll:
     if missing := [child for child in children if child not in here]:
         roll = roll._replace(text=roll.text or _absent(missing, roll, size, timeout_s))
     going: list[MPI.Request] = []
+    known = dict(here)
     if rank:
-        parent, known = rank & (rank - 1), dict(here)
+        parent = rank & (rank - 1)
         going.append(_sent(world, parent, roll))
         wait = Wait(timeout_s + _ANSWER_S + (size.bit_length() + 1) * _LEVEL_S)
         answer, in_time, gone = None, True, list[int]()
@@ -140,14 +141,20 @@ def _called(world: MPI.Intracomm, mine: Roll, timeout_s: float) -> Roll:
             _hear(world, children, here)
             gone = [child for child, told in known.items() if here.get(child) is not told]
         if answer is None:
-            # who comes later must not take this rank for one that is here, and wait for it in what follows
+            # who comes later must not take this rank for one that is here, and wait for it in what follows; who did so
+            # a moment before has answered, and that counts: also with those below, who listen for longer
             going.append(_sent(world, parent, Roll(mine.attempt, withdrawn=True)))
+            wait = Wait(rank.bit_count() * _LEVEL_S)
+            while answer is None and wait.pause():
+                answer = _received(world, parent, mine.attempt)
+        if answer is None:
             verb = "gave up" if gone else "did not come"
             answer = roll._replace(text=_absent(gone or [parent], roll, size, timeout_s, verb))
         roll = answer
     elif not roll.text:
         roll = roll._replace(text=_one_name(roll.entries))
-    going += [_sent(world, child, roll._replace(attempt=told.attempt)) for child, told in here.items()]
+    told_last = {**known, **here}
+    going += [_sent(world, child, roll._replace(attempt=told.attempt)) for child, told in told_last.items()]
     wait = Wait(_ANSWER_S)
     # small messages: only a rank that is gone keeps one
     while not all(request.Test() for request in going) and wait.pause():

@@ -437,17 +437,17 @@ static int received(int peer, int64_t attempt, list_t *list, char *room)
     }
 }
 
-/* Tell a rank what this one knows, or that it waits no longer; in memory of malloc's where it is given and is enough. */
-static void tell(const list_t *list, int64_t attempt, int withdrawn, int peer, void *room)
+/* Tell a rank what this one knows, or that it waits no longer; in memory of malloc's where it is given and is enough. Where
+ * there is none, in `without`, the peer's own: should MPI read it later, that it is what the peer was told last is no harm. */
+static void tell(const list_t *list, int64_t attempt, int withdrawn, int peer, void *room, roll_t *without)
 {
-    static roll_t without; /* always the same, where there is no memory for another: MPI may read it later */
     size_t count = withdrawn ? 0 : (size_t)list->head.count;
     size_t nbytes = sizeof(roll_t) + count * sizeof *list->entries;
     roll_t *told = room != NULL && nbytes <= ANSWER_BYTES ? room : malloc(nbytes);
     MPI_Request request;
     int bare = told == NULL;
     if (bare) {
-        told = &without;
+        told = without;
         count = 0;
     }
     memcpy(told, &list->head, sizeof *told);
@@ -524,9 +524,9 @@ static int hear(const int *children, int count, list_t *here, int *waits)
             if (waits[i]) free(here[i].entries);
             here[i] = told;
             if (told.head.withdrawn) free(told.entries);
-            waits[i] = told.head.withdrawn ? 0 : waits[i] + 1;
+            waits[i] = !told.head.withdrawn;
         }
-        all += waits[i] > 0;
+        all += waits[i];
     }
     return all;
 }
@@ -535,7 +535,9 @@ static int hear(const int *children, int count, list_t *here, int *waits)
 static int call_roll(const char *name, const char *wrong, double timeout, list_t *list)
 {
     enum { MOST = 32, LOOKS = 32 }; /* MPI shows one message of several at a time, and not at every look: the last one counts */
-    int rank, size, children[MOST], missing[MOST], waits[MOST] = {0}, known[MOST], count = 0, left = 0;
+    static roll_t without[MOST + 1];
+    int rank, size, children[MOST], missing[MOST], waits[MOST] = {0}, count = 0, left = 0;
+    int64_t known[MOST]; /* which attempt of each is in what this rank tells; 0: none */
     list_t here[MOST];
     void *answers[MOST];
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
@@ -551,7 +553,9 @@ static int call_roll(const char *name, const char *wrong, double timeout, list_t
     if (wrong == NULL) {
         describe(list->entries, name, rank);
         list->head.count = 1;
-    } else
+    } else if (wrong == no_memory)
+        snprintf(list->head.text, TEXT_BYTES, "join: no memory on rank %d", rank);
+    else
         snprintf(list->head.text, TEXT_BYTES, "join: %s on rank %d\n  expected: a text of 1 to %d bytes, in UTF-8, and a pointer for the handle", wrong,
                  rank, NAME_BYTES - 1);
     patience_t wait = patience(timeout + 0.2 * count);
@@ -560,31 +564,37 @@ static int call_roll(const char *name, const char *wrong, double timeout, list_t
         if (!looks && !patient(&wait)) break;
     }
     for (int i = 0; i < count; i++) {
-        known[i] = waits[i];
+        known[i] = waits[i] ? here[i].head.attempt : 0;
         if (waits[i]) merge(list, &here[i]);
         else missing[left++] = children[i];
     }
     if (left) absent(list, missing, left, size, timeout, "did not come");
     if (rank) {
-        int parent = rank & (rank - 1), levels = 1, came = 0, gone = 0, in_time = 1;
+        int parent = rank & (rank - 1), levels = 1, depth = 0, came = 0, gone = 0, in_time = 1;
         list_t answer;
         while (size >> levels) levels++;
-        tell(list, attempt, 0, parent, NULL);
+        for (int rest = rank; rest; rest &= rest - 1) depth++;
+        tell(list, attempt, 0, parent, NULL, &without[MOST]);
         wait = patience(timeout + 1.0 + 0.2 * (levels + 1));
         while (!came && in_time && !gone) {
             in_time = patient(&wait);
             came = received(parent, attempt, &answer, room);
             hear(children, count, here, waits);
             for (int i = 0; i < count; i++)
-                if (known[i] && waits[i] != known[i]) missing[gone++] = children[i];
+                if (known[i] && !(waits[i] && here[i].head.attempt == known[i])) missing[gone++] = children[i];
+        }
+        if (!came) {
+            /* who comes later must not take this rank for one that is here, and wait for it in what follows; who did so a moment
+             * before has answered, and that counts: also with those below, who listen for longer */
+            tell(list, attempt, 1, parent, NULL, &without[MOST]);
+            wait = patience(0.2 * depth);
+            while (!came && patient(&wait)) came = received(parent, attempt, &answer, room);
         }
         if (!came || (char *)answer.entries != room) free(room);
         if (came) {
             free(list->entries);
             *list = answer;
         } else {
-            /* who comes later must not take this rank for one that is here, and wait for it in what follows */
-            tell(list, attempt, 1, parent, NULL);
             list->head.text[0] = 0;
             if (gone) absent(list, missing, gone, size, timeout, "gave up");
             else absent(list, &parent, 1, size, timeout, "did not come");
@@ -592,11 +602,9 @@ static int call_roll(const char *name, const char *wrong, double timeout, list_t
     } else
         one_name(list);
     for (int i = 0; i < count; i++) {
-        if (waits[i]) {
-            tell(list, here[i].head.attempt, 0, children[i], answers[i]);
-            free(here[i].entries);
-        } else
-            free(answers[i]);
+        if (waits[i] || known[i]) tell(list, waits[i] ? here[i].head.attempt : known[i], 0, children[i], answers[i], &without[i]);
+        else free(answers[i]);
+        if (waits[i]) free(here[i].entries);
     }
     wait = patience(1.0);
     while (sends_under_way() && patient(&wait)) continue; /* what a rank that is gone keeps stays its own */
