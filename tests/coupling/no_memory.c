@@ -107,6 +107,10 @@ int main(int argc, char **argv)
     if (solver && rank == 0) MPI_Send(&step, 1, MPI_INT64_T, late, 0, MPI_COMM_WORLD);
     if (!solver && rank == 1) MPI_Recv(&step, 1, MPI_INT64_T, 0, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
     if (!solver) must(mps_get(link, &step) == MPS_OK && step >= 0, "get");
+    /* nor does the end: the other side hears of it */
+    fail_from(0, 1 << 30);
+    must(mps_close(link) == MPS_OK, "close");
+    fail_from(-1, 0);
     must(mps_release(&link) == MPS_OK && mps_release(&u) == MPS_OK && mps_release(&sim) == MPS_OK && mps_release(&me) == MPS_OK, "release");
     if (rank == 0) printf("ALL HEARD OF IT\n");
     MPI_Finalize();

@@ -48,25 +48,15 @@ static void head(int64_t *to, int64_t kind, int64_t value, int64_t nbytes)
     memcpy(to, words, sizeof words);
 }
 
-/* a head that is all of a message */
-static void notify(link_t *link, int peer, int tag, int64_t kind, int64_t value, int64_t nbytes)
+/* A head that is all of a message: always the same, so that it needs no memory of malloc's, and MPI may read it later. */
+static void notify(link_t *link, int peer, int tag, int kind)
 {
-    int64_t *words = malloc(HEAD_BYTES);
-    if (words != NULL) head(words, kind, value, nbytes);
-    send_kept(words, HEAD_BYTES, peer, link->tag + tag, link->far->both);
+    static int64_t heads[TAG_STOP + 1][8];
+    head(heads[kind], kind, 0, HEAD_BYTES);
+    send_constant(heads[kind], HEAD_BYTES, peer, link->tag + tag, link->far->both);
 }
 
 /* what the two sides tell each other */
-
-/* a greeting that is a head alone; without memory of malloc's: what is always the same MPI may read later */
-static void send_static(int kind, link_t *link)
-{
-    static int64_t heads[3][8];
-    MPI_Request request;
-    head(heads[kind], kind, 0, 0);
-    MPI_Isend(heads[kind], HEAD_BYTES, MPI_BYTE, link->far->first, link->tag + TAG_HELLO, link->far->both, &request);
-    MPI_Request_free(&request);
-}
 
 static int offered(const field_t *field, int size, offer_t *offer)
 {
@@ -218,13 +208,12 @@ static void withdraw(link_t *link, const char *text)
 {
     size_t n = strlen(text) < TEXT_BYTES ? strlen(text) : TEXT_BYTES;
     char *message = malloc(HEAD_BYTES + n);
-    if (message == NULL) {
-        send_static(KIND_WITHDRAW, link);
-        return;
+    if (message == NULL) notify(link, link->far->first, TAG_HELLO, KIND_WITHDRAW);
+    else {
+        head((int64_t *)message, KIND_WITHDRAW, 0, 0);
+        memcpy(message + HEAD_BYTES, text, n);
+        send_kept(message, HEAD_BYTES + (int)n, link->far->first, link->tag + TAG_HELLO, link->far->both);
     }
-    head((int64_t *)message, KIND_WITHDRAW, 0, 0);
-    memcpy(message + HEAD_BYTES, text, n);
-    send_kept(message, HEAD_BYTES + (int)n, link->far->first, link->tag + TAG_HELLO, link->far->both);
     patience_t wait = patience(1.0);
     while (sends_under_way() && patient(&wait)) continue;
 }
@@ -526,7 +515,7 @@ static int accept(link_t *link, int status)
         return status;
     }
     if (circle->rank == 0) {
-        send_static(KIND_ACCEPT, link);
+        notify(link, link->far->first, TAG_HELLO, KIND_ACCEPT);
         status = asked(link, KIND_ACCEPT, &answer, &length);
         free(answer);
     }
@@ -706,7 +695,7 @@ static void end_to(link_t *link, parcel_t *p, int kind)
 {
     if (p->over) return;
     p->over = 1;
-    notify(link, p->peer, TAG_DATA, kind, link->out.next, HEAD_BYTES);
+    notify(link, p->peer, TAG_DATA, kind);
 }
 
 static void progress_requests(link_t *link)
@@ -962,7 +951,7 @@ static int receive(link_t *link, int64_t *kind, int64_t *step, int *certain)
     flow_t *flow = &link->into;
     slot_t *slot = flow->slot;
     int done = 0, status;
-    if (flow->policy == MPS_LATEST && link->program->circle.rank == 0) notify(link, link->far->first, TAG_REQUEST, TAG_REQUEST, 0, HEAD_BYTES);
+    if (flow->policy == MPS_LATEST && link->program->circle.rank == 0) notify(link, link->far->first, TAG_REQUEST, TAG_REQUEST);
     MPI_Startall(slot->count, slot->requests);
     slot->flying = 1;
     patience_t wait = patience(link->timeout);
@@ -1075,7 +1064,7 @@ int mps_close(mps_handle handle)
             return kept(link, status);
         }
     }
-    for (int i = 0; i < link->into.count && !link->into.ended; i++) notify(link, link->into.parcels[i].peer, TAG_STOP, TAG_STOP, 0, HEAD_BYTES);
+    for (int i = 0; i < link->into.count && !link->into.ended; i++) notify(link, link->into.parcels[i].peer, TAG_STOP, TAG_STOP);
     patience_t wait = patience(link->timeout);
     for (;;) {
         int in = drained(link), out = flushed(link);

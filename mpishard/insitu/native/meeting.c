@@ -262,23 +262,25 @@ int sends_under_way(void)
     return going_count = left;
 }
 
-void send_kept(void *memory, int nbytes, int peer, int tag, MPI_Comm comm)
+static void send(const void *data, void *memory, int nbytes, int peer, int tag, MPI_Comm comm)
 {
-    if (memory == NULL) return;
     if (sends_under_way() == going_room) {
         void *more = realloc(going, (size_t)(2 * going_room + 16) * sizeof *going);
         if (more == NULL) {
             MPI_Request request; /* its memory is never given back */
-            MPI_Isend(memory, nbytes, MPI_BYTE, peer, tag, comm, &request);
+            MPI_Isend(data, nbytes, MPI_BYTE, peer, tag, comm, &request);
             MPI_Request_free(&request);
             return;
         }
         going = more;
         going_room = 2 * going_room + 16;
     }
-    MPI_Isend(memory, nbytes, MPI_BYTE, peer, tag, comm, &going[going_count].request);
+    MPI_Isend(data, nbytes, MPI_BYTE, peer, tag, comm, &going[going_count].request);
     going[going_count++].memory = memory;
 }
+
+void send_kept(void *memory, int nbytes, int peer, int tag, MPI_Comm comm) { send(memory, memory, nbytes, peer, tag, comm); }
+void send_constant(const void *data, int nbytes, int peer, int tag, MPI_Comm comm) { send(data, NULL, nbytes, peer, tag, comm); }
 
 /* where a process is, and whether it lives */
 

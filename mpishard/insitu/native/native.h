@@ -87,6 +87,7 @@ int circle_tell(circle_t *circle, char **message, int64_t *count, double timeout
 
 /* Send memory of malloc's, which is MPI's from then on: nobody need wait for the message, which may never be taken. */
 void send_kept(void *memory, int nbytes, int peer, int tag, MPI_Comm comm);
+void send_constant(const void *data, int nbytes, int peer, int tag, MPI_Comm comm); /* what nobody ever changes */
 int sends_under_way(void);
 
 typedef struct { int64_t machine, pid, started; } presence_t;
