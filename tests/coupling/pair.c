@@ -48,6 +48,9 @@ int main(int argc, char **argv)
     int64_t n = 6, mine = is_a ? 3 : 6;
     double x[6] = {0}, y[6] = {0};
     float z[6] = {0};
+    if (rank == 0) setenv("MPISHARD_TIMEOUT", "1 min", 1);
+    must(told(mps_adopt(comm, 1, &n, &size, &mine, NULL, &sim), MPS_ERR_ARGUMENT, "MPISHARD_TIMEOUT is '1 min'"), "no number, on one rank");
+    setenv("MPISHARD_TIMEOUT", " 60 ", 1);
     must(mps_adopt(comm, 1, &n, &size, &mine, NULL, &sim) == MPS_OK, "adopt");
     must(mps_field(sim, "u", MPS_FLOAT64, x, 1, NULL, &mine, NULL, NULL, &u) == MPS_OK, "field");
     must(mps_field(sim, "v", MPS_FLOAT64, y, 1, NULL, &mine, NULL, NULL, &v) == MPS_OK, "field");

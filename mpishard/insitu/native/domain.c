@@ -117,6 +117,7 @@ int sim_made(int known, MPI_Comm comm, int ndim, const int64_t *shape, const int
         if (shape[d] < 0) status = fail(MPS_ERR_ARGUMENT, "adopt: shape[%d] is %lld", d, (long long)shape[d]);
     }
     if (!status) status = topology(sim, comm, grid, periodic);
+    if (!status) status = limit_fits("adopt");
     if (!status) status = object_room("adopt");
     uint64_t sum = digest(digest(0, &ndim, sizeof ndim), sim->shape, sizeof sim->shape);
     sum = digest(digest(sum, sim->grid, sizeof sim->grid), sim->periodic, sizeof sim->periodic);

@@ -110,11 +110,27 @@ int time_to_look(patience_t *wait)
 
 /* decisions of all ranks of a program */
 
-double own_limit(void)
+/* what a variable says that is no such number: below 0 */
+static double limit_given(void)
 {
     const char *text = getenv("MPISHARD_TIMEOUT");
-    double seconds = text != NULL && *text ? strtod(text, NULL) : 300.0;
-    return seconds > 0 ? seconds : 1e9;
+    if (text == NULL || !*text) return 300;
+    char *end;
+    double seconds = strtod(text, &end);
+    return end != text && end[strspn(end, " \t\n")] == 0 && seconds >= 0 ? seconds : -1;
+}
+
+int limit_fits(const char *call)
+{
+    if (limit_given() >= 0) return MPS_OK;
+    return fail(MPS_ERR_ARGUMENT, "%s: MPISHARD_TIMEOUT is '%.80s'\n  expected: seconds >= 0, 0 to wait for ever", call, getenv("MPISHARD_TIMEOUT"));
+}
+
+double own_limit(void)
+{
+    double seconds = limit_given();
+    /* where it is none the ranks agree on that, once */
+    return seconds > 0 ? seconds : seconds < 0 ? 300 : 1e9;
 }
 
 int circle_init(circle_t *circle, MPI_Comm comm, const char *name)

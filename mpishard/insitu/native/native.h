@@ -72,6 +72,7 @@ extern void (*background)(void); /* what goes on in every wait */
 typedef struct { MPI_Comm comm; int rank, size, broken, apart; char name[NAME_BYTES]; int64_t mine[6], least[6]; char told[TEXT_BYTES + 16];
     MPI_Request request; } circle_t;
 double own_limit(void); /* seconds for which ranks of a domain wait for each other: MPISHARD_TIMEOUT, as in Python */
+int limit_fits(const char *call);
 int circle_init(circle_t *circle, MPI_Comm comm, const char *name);
 void circle_free(circle_t *circle);
 void circle_start(circle_t *circle, int status, int certain, int64_t a, int64_t b, int64_t c);
