@@ -275,7 +275,7 @@ class Link:
         if self._outlet is not None:
             self._outlet.release(gone)
         if self._inlet is not None:
-            self._inlet.release()
+            self._inlet.release(gone)
 
     def __enter__(self) -> Link:
         return self

@@ -99,6 +99,14 @@ def test_a_program_in_c_that_ends_without_close(programs, compiled, tmp_path, po
     assert done.stdout.count("TOLD") == 2, done.stdout
 
 
+@pytest.mark.parametrize("policy", [0, 1, 2], ids=["block", "drop_newest", "latest"])
+def test_a_reader_in_c_that_ends_without_close(programs, compiled, tmp_path, policy):
+    host = compiled(HERE / "leaves.c", tmp_path / "host", link=True)
+    done = programs(*[(2, [host, name, str(policy), "reader"]) for name in "ab"])
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("TOLD") == 2, done.stdout
+
+
 def test_no_memory_on_one_rank_of_c(programs, tmp_path):
     names = "malloc", "calloc", "realloc"
     host = with_sources("no_memory.c", tmp_path, *(f"-D{name}=failing_{name}" for name in names))

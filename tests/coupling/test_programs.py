@@ -336,6 +336,55 @@ def test_peer_that_is_killed(programs, survives):
     assert "NO ERROR solver" not in done.stdout, done.stdout
 
 
+READER_LEAVES = """
+import os
+import sys
+import time
+import mpishard as ms
+name = sys.argv[1]
+me = ms.insitu.join(name)
+mesh = ms.init_mesh((-1,), ("x",), comm=me.comm)
+u = ms.zeros(6, mesh=mesh, placements=(ms.Shard(0),))
+def told(call, *words):
+    start = time.monotonic()
+    try:
+        while time.monotonic() - start < 30:
+            call()
+            time.sleep(0.01)
+    except ms.PeerError as e:
+        assert all(word in str(e) for word in words), e
+        os.write(1, f"TOLD {str(e).splitlines()[0]}\\n".encode())
+for policy in ("block", "drop_newest", "latest"):
+    for last in ("put", "close"):
+        if name == "writer":
+            link = me.connect("reader", out={"u": u}, policy=policy, depth=3, timeout=100)
+            link.put()
+            if last == "close":
+                link.put()
+                link.put()
+            told(getattr(link, last), last, "of program 'reader' left")
+            link.close()
+        else:
+            link = me.connect("writer", into={"u": u})
+            link.get()
+            block, u.block = u.block, u.block[:0]
+            try:
+                link.get()
+            except ms.LayoutError:
+                link.close()
+            u.block = block
+"""
+
+
+def test_a_reader_that_leaves_is_told_to_its_writer(programs, tmp_path):
+    """By the next call, whatever the policy, and not at the timeout."""
+    path = tmp_path / "leaves.py"
+    path.write_text(READER_LEAVES)
+    done = programs((2, [sys.executable, path, "writer"]), (2, [sys.executable, path, "reader"]))
+    ended_well(done)
+    assert done.stdout.count("TOLD put") == done.stdout.count("TOLD close") == 6, done.stdout
+
+
 OTHER_CALLS = """
 import os
 import sys

@@ -84,7 +84,7 @@ class Inlet:
     def _received(self) -> tuple[int, int]:
         """Wait for a message of every peer; return what they are and the step. Neighborwise collective."""
         if self._asks and self.channel.circle.rank == 0:
-            self._tell(self.channel.first, wire.REQUEST, 0)
+            self._tell(self.channel.first, wire.REQUEST, wire.REQUEST)
         requests = self._requests
         _start_all(requests)
         if not _test_all(requests):
@@ -123,6 +123,7 @@ class Inlet:
         if (magic, version) != (wire.MAGIC, wire.VERSION):
             raise PeerError(wire.other_version(version if magic == wire.MAGIC else None))
         if kind == wire.GONE:
+            self._over.add(peer)
             raise PeerError(
                 f"get: {self.channel.named([peer])} left",
                 expected="more steps, or close",
@@ -170,7 +171,7 @@ class Inlet:
         for i, p in enumerate(self._parcels):
             # not to one that has left: what it never receives stays with MPICH, which has room for 64 such messages
             if not self.ended and not self._drained(i):
-                self._tell(p.peer, wire.STOP, 0)
+                self._tell(p.peer, wire.STOP, wire.STOP)
         self.ended = True
 
         return lambda: all(self._drained(i) for i in range(len(self._parcels)))
@@ -195,11 +196,14 @@ class Inlet:
         """Return the ranks whose message is not here. Not collective."""
         return [p.peer for p, request in zip(self._parcels, self._requests) if not request.Get_status()]
 
-    def _tell(self, peer: int, kind: int, value: int) -> None:
-        in_flight.keep_sent(self.channel.comm.Isend(notice(kind, value), peer, self.channel.tag + kind))
+    def _tell(self, peer: int, tag: int, kind: int) -> None:
+        in_flight.keep_sent(self.channel.comm.Isend(notice(kind, 0), peer, self.channel.tag + tag))
 
-    def release(self) -> None:
-        """Free what is local. Not collective."""
+    def release(self, gone: bool = False) -> None:
+        """Free what is local; where the program leaves without having closed the link, say so. Not collective."""
+        for p in self._parcels:
+            if gone and p.peer not in self._over:
+                self._tell(p.peer, wire.STOP, wire.GONE)
         for request in self._requests:
             if not request.Get_status():
                 request.Cancel()

@@ -112,6 +112,7 @@ class Outlet:
         self._putting = False
         self._looked = time.monotonic()
         self._stopped: set[int] = set()
+        self._left: set[int] = set()  # of those, who takes nothing that is on its way
         self.ended = False
         self._ends: dict[int, MPI.Request] = {}
         self._call = channel.call(PUT)
@@ -193,7 +194,7 @@ class Outlet:
             self.ended = self.ended or room == ENDED
 
     def _room(self, slot: _Slot) -> int:
-        if self._stopped:
+        if self._reader_ended("put"):
             return ENDED
         if self.policy != "block":
             self._look()
@@ -202,11 +203,22 @@ class Outlet:
             return FREE
         wait = self.channel.wait(slot.waits_for, "put")
         while not slot.done():
-            if self._stopped:
+            if self._reader_ended("put"):
                 return ENDED
             if not wait.pause():
                 raise self.channel.late(slot.waits_for(), "put")
         return FREE
+
+    def _reader_ended(self, what: str) -> bool:
+        """Tell whether a rank of the reader has closed its side; raise where one left without. Not collective."""
+        if not self._left:
+            return bool(self._stopped)
+        raise PeerError(
+            f"{what}: {self.channel.named(sorted(self._left))} left",
+            expected="a reader, until it closes the link",
+            got="the end of its process, or of its link by an error",
+            fix="see its error; close the link on all ranks before a program ends",
+        )
 
     def _look(self) -> None:
         # a policy that never waits must still find out that nobody reads any more
@@ -250,8 +262,11 @@ class Outlet:
             status = MPI.Status()
             comm.Probe(_ANY, tag, status)
             peer = status.Get_source()
-            comm.Recv(np.empty(HEAD // 8, np.int64), peer, tag)
+            head = np.empty(HEAD // 8, np.int64)
+            comm.Recv(head, peer, tag)
             self._stopped.add(peer)
+            if head[2] == wire.GONE:
+                self._left.add(peer)
         if not self._putting:
             # never before a step that is on its way
             for peer in self._stopped:
@@ -284,7 +299,7 @@ class Outlet:
             self._serve(self._asked)
 
     def _end(self, peer: int, kind: int) -> None:
-        if peer not in self._ends:
+        if peer not in self._ends and peer not in self._left:
             head = notice(kind, self._next)
             self._ends[peer] = in_flight.keep_sent(self.channel.comm.Isend(head, peer, self.channel.tag + wire.DATA))
 
@@ -294,6 +309,8 @@ class Outlet:
         def done() -> bool:
             self.progress()
             everything = all(slot.done() for slot in self._slots)
+            if self._left and (not everything or self._unread):
+                self._reader_ended("close")
             # to whom nothing goes, nobody says that it has stopped
             if not everything or (self._unread and self._parcels and not self._stopped):
                 return False

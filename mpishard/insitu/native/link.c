@@ -15,7 +15,7 @@ typedef struct { char name[NAME_BYTES], dtype[16]; layout_t layout; int ranks; i
 typedef struct { int policy, depth, count[2]; offer_t *of[2]; } side_t; /* 0: out, 1: into; by ascending name */
 
 typedef struct { int field; box_t box; int64_t at; } part_t;
-typedef struct { int peer, count, over, stopped, told; part_t *parts; int64_t start, nbytes; presence_t where; } parcel_t;
+typedef struct { int peer, count, over, stopped, left, told; part_t *parts; int64_t start, nbytes; presence_t where; } parcel_t;
 typedef struct { char *memory; MPI_Request *requests; int count, flying, lost; int64_t step; } slot_t;
 
 /* one direction */
@@ -456,15 +456,14 @@ static int order_of(link_t *link, field_t *field, offer_t *offer)
 }
 
 static void progress_all(void);
-static void end_to(link_t *link, parcel_t *p, int kind);
+static void abandon(link_t *link);
 
 /* MPI_Finalize begins with it: a program that ends with open links says so, and nobody waits for it until the timeout */
 static int leave_all(MPI_Comm comm, int key, void *value, void *extra)
 {
     (void)comm, (void)key, (void)value, (void)extra;
     background = NULL;
-    for (; open_links != NULL; open_links = open_links->next)
-        for (int i = 0; i < open_links->out.count; i++) end_to(open_links, &open_links->out.parcels[i], KIND_GONE);
+    for (; open_links != NULL; open_links = open_links->next) abandon(open_links);
     patience_t wait = patience(1.0);
     while (sends_under_way() && patient(&wait)) continue;
     return MPI_SUCCESS;
@@ -693,9 +692,17 @@ static void serve(flow_t *flow, int64_t asked)
 
 static void end_to(link_t *link, parcel_t *p, int kind)
 {
-    if (p->over) return;
+    if (p->over || p->left) return;
     p->over = 1;
     notify(link, p->peer, TAG_DATA, kind);
+}
+
+/* The program leaves without having closed the link, and says so. */
+static void abandon(link_t *link)
+{
+    for (int i = 0; i < link->out.count; i++) end_to(link, &link->out.parcels[i], KIND_GONE);
+    for (int i = 0; i < link->into.count; i++)
+        if (!link->into.parcels[i].over) notify(link, link->into.parcels[i].peer, TAG_STOP, KIND_GONE);
 }
 
 static void progress_requests(link_t *link)
@@ -748,7 +755,10 @@ static void progress(link_t *link)
         if (!found) break;
         MPI_Recv(words, HEAD_BYTES, MPI_BYTE, status.MPI_SOURCE, link->tag + TAG_STOP, link->far->both, MPI_STATUS_IGNORE);
         for (int i = 0; i < flow->count; i++)
-            if (flow->parcels[i].peer == status.MPI_SOURCE) flow->parcels[i].stopped = 1;
+            if (flow->parcels[i].peer == status.MPI_SOURCE) {
+                flow->parcels[i].stopped = 1;
+                flow->parcels[i].left = words[2] == KIND_GONE;
+            }
     }
     for (int i = 0; i < flow->count && !flow->putting; i++)
         if (flow->parcels[i].stopped) end_to(link, &flow->parcels[i], KIND_END);
@@ -796,6 +806,19 @@ static int late(link_t *link, flow_t *flow, slot_t *slot, const char *call, int 
                 *certain ? "; stopped by a signal: " : "", *certain ? halted : "");
 }
 
+/* a reader that takes nothing that is on its way */
+static int deserted(link_t *link, const char *call)
+{
+    char text[512];
+    ranks_t found = {0, 0, {{0}}};
+    for (int i = 0; i < link->out.count; i++)
+        if (link->out.parcels[i].left) ranks_add(&found, link->out.parcels[i].peer - link->far->first);
+    if (found.count == 0) return MPS_OK;
+    ranks_text(&found, text, sizeof text);
+    return fail(MPS_ERR_PEER, "%s: %s of program '%s' left\n  expected: a reader, until it closes the link\n  got:      the end of its process, "
+                "or of its link by an error", call, text, link->far->name);
+}
+
 static int room_for(link_t *link, slot_t *slot, int *status, int *certain)
 {
     flow_t *flow = &link->out;
@@ -814,7 +837,8 @@ static int room_for(link_t *link, slot_t *slot, int *status, int *certain)
             return FULL;
         }
     }
-    return ENDED;
+    *status = deserted(link, "put");
+    return *status ? FULL : ENDED;
 }
 
 static slot_t *emptied(link_t *link)
@@ -932,9 +956,11 @@ static int checked(link_t *link, parcel_t *p, int64_t *kind, int64_t *step, int 
     *step = words[3];
     if (words[0] != WIRE_MAGIC || words[1] != WIRE_VERSION)
         return fail(MPS_ERR_PEER, "program '%s' speaks another version of this wire format (here: %d)", link->far->name, WIRE_VERSION);
-    if (*kind == KIND_GONE)
+    if (*kind == KIND_GONE) {
+        p->over = 1;
         return fail(MPS_ERR_PEER, "get: rank %d of program '%s' left\n  expected: more steps, or close\n  got:      the end of its process",
                     rank, link->far->name);
+    }
     if (*kind == KIND_END) {
         p->over = 1;
         *step = 0;
@@ -1004,6 +1030,7 @@ static int flushed(link_t *link)
     int done = 1;
     progress(link);
     for (int i = 0; i < flow->slots; i++) done &= slot_done(&flow->slot[i]);
+    for (int i = 0; i < flow->count && flow->unread_count; i++) done &= !flow->parcels[i].left;
     /* to whom nothing goes, nobody says that it has stopped */
     if (!done || (flow->unread_count && flow->count && !stopped(flow))) return 0;
     for (int i = 0; i < flow->count; i++) end_to(link, &flow->parcels[i], KIND_END);
@@ -1049,7 +1076,7 @@ int mps_close(mps_handle handle)
     if ((status = mpi_ready())) return status;
     link->closed = 1;
     if (link->failed) {
-        for (int i = 0; i < link->out.count; i++) end_to(link, &link->out.parcels[i], KIND_GONE);
+        abandon(link);
         leave(link);
         return MPS_OK;
     }
@@ -1059,7 +1086,7 @@ int mps_close(mps_handle handle)
         /* a rank that puts instead serves nobody until it knows: what is drained here would wait for it */
         circle_start_in(circle, call, MPS_OK, 0, 0, 0, 0);
         if ((status = circle_finish(circle, link->timeout, NULL))) {
-            for (int i = 0; i < link->out.count; i++) end_to(link, &link->out.parcels[i], KIND_GONE);
+            abandon(link);
             leave(link);
             return kept(link, status);
         }
@@ -1068,7 +1095,7 @@ int mps_close(mps_handle handle)
     patience_t wait = patience(link->timeout);
     for (;;) {
         int in = drained(link), out = flushed(link);
-        if (in && out) break;
+        if ((!out && (status = deserted(link, "close"))) || (in && out)) break;
         flow_t *flow = out ? &link->into : &link->out;
         if (time_to_look(&wait) && (status = dead(link, flow, NULL, "close"))) {
             certain = 1;
@@ -1079,8 +1106,7 @@ int mps_close(mps_handle handle)
             break;
         }
     }
-    if (status)
-        for (int i = 0; i < link->out.count; i++) end_to(link, &link->out.parcels[i], KIND_GONE);
+    if (status) abandon(link);
     leave(link);
     circle_start_in(circle, call, status, certain, status < 0 ? status : 0, 0, 0);
     return kept(link, circle_finish(circle, link->timeout, NULL));
