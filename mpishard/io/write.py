@@ -45,7 +45,7 @@ from mpishard.io.file.seen import held, mark_of
 from mpishard.io.file.trust import absolute, check_replaceable, is_text, open_own, require_text, shown, told
 from mpishard.io.viewer.grid import stored
 from mpishard.io.viewer.vtkhdf import check_vtkhdf, write_vtkhdf
-from mpishard.io.viewer.xdmf import check_names, check_xdmf, write_xdmf
+from mpishard.io.viewer.xdmf import check_xdmf, write_xdmf
 from mpishard.tensor import ShardTensor
 
 _WAYS = {"mpio": write_mpio, "virtual": write_virtual, "root": write_root}
@@ -197,8 +197,6 @@ def write(
         _check_alignment(alignment)
         form = _form(tensors, attrs, append, chunks, compression, dims, scales, variable_attrs)
         _check_companions(own, [suffix for suffix, wanted in ((".xdmf", xdmf), (".vtkhdf", vtkhdf)) if wanted])
-        if xdmf:
-            check_names(own.name, [v.name for v in form.variables])
         nbytes = sum(math.prod(x.sharding.shape) * x.dtype.itemsize for x in tensors.values())
         filtered = any(v.compression is not None for v in form.variables)
         choice = choose_backend(mesh, nbytes, backend, append=append is not None, filtered=filtered, path=own)

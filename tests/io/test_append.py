@@ -63,6 +63,12 @@ def test_a_journal_undoes_any_step(mesh, folder, backend, options, monkeypatch):
         same_on_all(e)
         assert at.read_bytes() == half
         WORLD.Barrier()
+        link = folder / f"link of {WORLD.rank}"
+        link.symlink_to(at)
+        with pytest.raises(FileError, match="a link to a file that was left in the middle of a step"):
+            ms.io.heal(link)
+        link.unlink()
+        WORLD.Barrier()
         ms.io.heal(at)  # the first that comes does it
         assert at.read_bytes() == before
         WORLD.Barrier()

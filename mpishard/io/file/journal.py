@@ -215,6 +215,9 @@ def heal(path: str | os.PathLike[str], *, writing: bool = False) -> None:
     path = absolute(path)
     journal = journal_of(path)
     end = time.monotonic() + WAIT_S
+    # who writes replaces a link
+    if not writing and path.is_symlink() and is_pending(path):
+        raise _refused(path, "a link to a file that was left in the middle of a step", _FIX_FOREIGN)
     try:
         while os.path.lexists(journal):
             with open_own(journal) as file:

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import stat
 import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -304,13 +305,14 @@ def folders_of(path: Path) -> list[str]:
 
 
 def joined_folders(path: Path) -> set[str]:
-    """Return those of `folders_of` that the file joins that has the name now; none where it cannot be told.
+    """Return those of `folders_of` that nothing joins but the name; none where it cannot be told.
 
-    Not collective.
+    Not collective. A link's file, and one with a second name, stay when the name is given to another one.
     """
     with contextlib.suppress(Exception):  # of a damaged file h5py raises anything
-        folders = folders_of(path)
-        return part_folders(path).intersection(folders) if folders else set()
+        found, folders = os.lstat(path), folders_of(path)
+        if folders and stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+            return part_folders(path).intersection(folders)
     return set()
 
 

@@ -174,7 +174,7 @@ def extents(form: Schema) -> dict[str, int]:
                     fix="give it another name",
                 )
     for dim, values in form.scales.items():
-        given = _cells(dim, values)
+        given = _cells(dim, values, text=dim != form.append)
         n = given.size if given.ndim == (dim != form.append) else -1
         expected = 1 if dim == form.append else out.get(dim)
         if n == expected:
@@ -192,18 +192,20 @@ def extents(form: Schema) -> dict[str, int]:
     return out
 
 
-def _cells(dim: str, values: Any) -> np.ndarray[Any, Any]:
-    """Return the values of a scale as HDF5 can have them."""
+def _cells(dim: str, values: Any, *, text: bool) -> np.ndarray[Any, Any]:
+    """Return the values of a scale as HDF5 can have them, also those that h5py has read as objects."""
     try:
         given = np.asarray(values)
         if given.dtype.kind not in "UOMm":
+            return given
+        if text and given.dtype.kind == "O" and {type(v) for v in given.flat} in ({str}, {bytes}):
             return given
         got = f"{given.dtype}: {shown(values)}"
     except Exception as e:  # noqa: BLE001 (what a user's sequence raises)
         got = f"{type(e).__name__}: {e}"
     raise LayoutError(
         f"write: scale of dim {dim!r}",
-        expected="numbers, or bytes of one length",
+        expected="numbers, bytes of one length, or (of a dim that does not grow) objects that are all str or all bytes",
         got=got,
         fix="give dates as numbers, with their unit in variable_attrs=, and text as bytes, e.g. by np.char.encode",
     )

@@ -34,8 +34,8 @@ _UNTOLD = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 _FILE_UNREAD, _DATASET_UNREAD = re.compile(r"\A[^!-~]|[:\\]"), re.compile(r":|[^!-~]\Z|\.\Z")
 
 
-def check_names(file: str, datasets: Iterable[str]) -> None:
-    """Raise FileError where a name cannot be told in XDMF: no viewer would read the companion. Not collective."""
+def _check_names(file: str, datasets: Iterable[str]) -> None:
+    """Raise FileError where a name cannot be told in XDMF: no viewer would read the companion."""
     for name, unread, rule in (
         (file, _FILE_UNREAD, "':' and '\\', and begins with a visible sign of ASCII"),
         *((name, _DATASET_UNREAD, "':', and ends with a visible sign of ASCII other than '.'") for name in datasets),
@@ -55,12 +55,13 @@ def check_xdmf(path: Path, form: Schema) -> None:
     Raises
     ------
     FileError
-        Scales are no numbers, or its name is that of another file's companion.
+        A name is none in XDMF, scales are no numbers, or its name is that of another file's companion.
     OSError
         Something else has its name.
     """
+    each = grids(form, _TYPES.__contains__)
+    _check_names(path.name, [v.name for grid in each for v in grid.variables])
     check_companion(path.with_suffix(".xdmf"), path, _shown_by)
-    grids(form, _TYPES.__contains__)
 
 
 def _shown_by(companion: Path) -> str | None:

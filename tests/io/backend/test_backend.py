@@ -290,6 +290,40 @@ def test_a_file_that_was_renamed_keeps_its_parts(mesh, folder, name):
         assert torch.equal(ms.io.read(folder / at, "x", mesh, x.placements).full_tensor(), values((6, 6)) + k)
 
 
+def test_a_file_that_another_name_or_a_link_leads_to_keeps_its_parts(mesh, folder):
+    x = sharded(values((6, 6)), mesh)
+
+    def named_twice():
+        os.link(folder / "a.h5", folder / "kept.h5")
+
+    def linked():
+        os.rename(folder / "a.h5", folder / "renamed.h5")
+        os.symlink("renamed.h5", folder / "a.h5")
+
+    for give in (named_twice, linked):
+        ms.io.write(folder / "a.h5", {"x": x}, backend="virtual")
+        on_root(give)
+        ms.io.write(folder / "a.h5", {"x": x + 1}, backend="virtual")
+    for at, more in (("kept.h5", 0), ("renamed.h5", 0), ("a.h5", 1)):
+        assert torch.equal(ms.io.read(folder / at, "x", mesh, x.placements).full_tensor(), values((6, 6)) + more)
+
+
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "mpio"])
+def test_scales_of_text_as_h5py_has_it(mesh, folder, name):
+    """What h5py reads of names of channels can be written again; MPI-IO writes no text of several lengths."""
+    at, given = folder / "a.h5", np.array(["u", "v", "t2m"], object)
+    for _ in range(2):
+        x = sharded(values((3, 4)), mesh)
+        ms.io.write(at, {"x": x}, dims=("channel", "y"), scales={"channel": given}, backend=name)
+        with h5py.File(at, "r", locking=False) as f:
+            given = f["channel"][:]
+        assert given.tolist() == [b"u", b"v", b"t2m"]
+        WORLD.Barrier()
+    with pytest.raises(MpishardError, match="scale of dim 'channel'") as e:
+        ms.io.write(at, {"x": x}, dims=("channel", "y"), scales={"channel": ["u", "v", "t2m"]}, backend=name)
+    same_on_all(e)
+
+
 def test_jobs_that_write_one_file_leave_each_other_their_parts(mesh, folder, monkeypatch):
     """The last one to finish has the file, and all of it, whenever the others tidy up."""
     at, full = folder / "a.h5", values((6, 6))

@@ -28,6 +28,13 @@ def array(grid, name, shape):
     return vtk_to_numpy(grid.GetPointData().GetArray(name)).reshape(shape)
 
 
+def test_names_that_the_companion_does_not_show_are_any(mesh, folder):
+    tensors = {"t": sharded(values((5, 6)), mesh), "x:\u03b8": sharded(values((5, 6)) > 0, mesh)}
+    ms.io.write(folder / "a.h5", tensors, xdmf=True)
+    if WORLD.rank == 0:
+        assert np.array_equal(array(opened(folder / "a.xdmf"), "t", (5, 6)), values((5, 6)).numpy())
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_images(mesh, folder, backend):
     full = values((5, 6, 4))
