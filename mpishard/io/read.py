@@ -44,6 +44,8 @@ Halo = Mapping[int, "int | tuple[int, int]"]
 # of a file that changes while it is read
 _TRIES = 20
 _PAUSE_S = 0.05
+# datasets that MPI-IO may not read
+_FILTERED, _ELSEWHERE = 1, 2
 
 
 @counter.named("io.read")
@@ -181,7 +183,7 @@ def _chosen(path: Path, name: str, mesh: CartMesh, asked: _Asked) -> tuple[Choic
     """Return how the ranks read a file, and what they call; raise together where one of them cannot. Collective."""
     error: Exception | None = None
     choice: Choice | None = None
-    call, how = "io.read", ""
+    call, how, kind = "io.read", "", 0
     try:
         how = f", external={bool(asked.external)}"
         call = f"io.read {shown(name)} of {told(path)}"
@@ -192,35 +194,50 @@ def _chosen(path: Path, name: str, mesh: CartMesh, asked: _Asked) -> tuple[Choic
         choice = choose_reading(mesh, asked.backend, virtual=False, disjoint=disjoint, path=path)
         if choice.name == "mpio":
             error = unreadable(path)
+            kind = _kind(path, name, asked.external) if error is None else 0
     except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
         error = e
     # a file that one rank does not see is told as that, where ranks may open files on their own
     together = choice is not None and choice.name == "mpio"
     group = mesh.group(tuple(range(mesh.ndim)))
-    guard.agree(group.comm, error, f"{call if together else 'io.read'} by {choice}{how}")
+    kind, _ = guard.agree(group.comm, error, f"{call if together else 'io.read'} by {choice}{how}", (kind, 0))
     assert choice is not None
+    if together and kind:
+        choice = choose_reading(mesh, asked.backend, virtual=kind == _ELSEWHERE, filtered=kind == _FILTERED)
     return choice, call
+
+
+def _kind(path: Path, name: str, external: bool) -> int:
+    """Return whether a dataset is one that MPI-IO may not read. Not collective.
+
+    It is looked at by every rank alone: HDF5 opens the sources of a virtual dataset as it opened the file, together.
+    """
+    with contextlib.suppress(Exception), opened(path) as file:  # what is wrong with it shows where it is read
+        return _kind_of(found(file, path, name, external=external))
+    return 0
+
+
+def _kind_of(dataset: Any) -> int:
+    if dataset.is_virtual or dataset.external:
+        return _ELSEWHERE
+    return _FILTERED if is_filtered(dataset) else 0
 
 
 def _once(path: Path, name: str, mesh: CartMesh, asked: _Asked) -> Any:
     """Do what `read` does, but return None on every rank where the file has changed meanwhile. Collective."""
     group = mesh.group(tuple(range(mesh.ndim)))
     external, out, gaps = asked.external, asked.out, 0
+    seen = Seen(path)
     choice, call = _chosen(path, name, mesh, asked)
     part_told = ""
     together = choice.name == "mpio"
     error: Exception | None = None
-    seen = Seen(path)
     with contextlib.ExitStack() as files:
         try:
             file = files.enter_context(opened_together(path, group) if together else opened(path))
             dataset = found(file, path, name, external=external)
-            elsewhere = dataset.is_virtual or bool(dataset.external)
-            if together and (elsewhere or is_filtered(dataset)):
-                choice = choose_reading(mesh, asked.backend, virtual=elsewhere, filtered=is_filtered(dataset))
-            if choice.name != "mpio" and together:
-                files.close()
-                dataset = found(files.enter_context(opened(path)), path, name, external=external)
+            if together and _kind_of(dataset) == _ELSEWHERE:
+                raise changed(path, f"{shown(name)} has its cells in other files now")
             part = asked.part(dataset, name, mesh)
             plan = part.window(mesh, asked.halo, asked.mode)
             part_told = f" {part!r} {plan.told}"

@@ -20,6 +20,7 @@ from mpishard.comm.collective.gather_slabs import cells_of
 from mpishard.comm.file_hints import info_of
 from mpishard.comm.loaded import libraries
 from mpishard.comm.mesh import Group
+from mpishard.errors import MpishardError
 from mpishard.io.backend.job import FAILURES, STAGED_NBYTES, Job, finish, given, is_host_dense
 from mpishard.io.file.close import abandon, empty
 from mpishard.io.file.hyperslab import BlockReader
@@ -64,6 +65,7 @@ def write_mpio(job: Job) -> str:
     journal: Journal | None = None
     closed: bool | None = None
     held: list[Any] = []
+    scale = value = None
     modes: set[str] = set()
     try:
         error: BaseException | None = None
@@ -79,13 +81,21 @@ def write_mpio(job: Job) -> str:
             check_room(job.path, job.form, exists=job.exists, filtered=True)
             check_descriptors()
         # the calls that follow are collective: all ranks or none
-        with job.together(), guard.waiting("io.write", (), comm):
-            file = _opened(job.partial, "r+" if job.exists else "w", job.group, job.hints, job.alignment)
+        try:
+            with job.together(), guard.waiting("io.write", (), comm):
+                file = _opened(job.partial, "r+" if job.exists else "w", job.group, job.hints, job.alignment)
+        except MpishardError:
+            closed = False
+            _dropped(file)
+            raise
         with job.together(), guard.waiting("io.write", (), comm):
             if not job.exists:
                 held += create(file, job.form)
             if job.form.append is not None:
                 step = step_of(file, job.form, job.path)
+                scale = file[job.form.append]
+                value = np.asarray([job.form.scales.get(job.form.append, step)]).astype(scale.dtype)
+            datasets = {v.name: file[v.name] for v in job.form.variables}
         if step is not None:
             with job.together(), guard.waiting("io.write", (), comm):
                 grow(file, job.form, step + 1)
@@ -95,9 +105,9 @@ def write_mpio(job: Job) -> str:
             calls, _ = guard.agree(comm, None, numbers=(len(slabs), 0))
             at = layout.offset(job.tensors[name].mesh.coords)
             with guard.waiting("io.write", (), comm):
-                error = _write(file[name], slabs, calls, local, at, step, modes) or error
-        if step is not None and job.form.append is not None:
-            error = _stamp(file, job, job.form.append, step) or error
+                error = _write(datasets[name], slabs, calls, local, at, step, modes) or error
+        if step is not None:
+            error = _stamp(scale, job.group, value, step) or error
         # on disk before success is told
         failed = _flushed(file, job.group)
         error = error or failed
@@ -142,13 +152,19 @@ def opened_together(path: Path, group: Group) -> Iterator[Any]:
     Raises
     ------
     FileError
-        It is damaged, or of another format.
+        It is damaged, or of another format, on any rank.
     """
+    file, error = None, None
     try:
         with guard.waiting("io.read", (), group.comm):
             file = _opened(path, "r", group)
     except FAILURES as e:
-        raise not_opened(path, e) from e
+        error = not_opened(path, e)
+    try:
+        guard.agree(group.comm, error)
+    except MpishardError:
+        _dropped(file)
+        raise
     try:
         yield file
     finally:
@@ -197,6 +213,12 @@ def _opened(
     options = {} if alignment is None else {"alignment_threshold": alignment[0], "alignment_interval": alignment[1]}
     with info_of(hints) as info:
         return h5py.File(path, mode, driver="mpio", libver=LIBVER, comm=group.comm, info=info, **options)
+
+
+def _dropped(file: Any) -> None:
+    """Keep a file that another rank could not open: to close it takes all of them."""
+    if file is not None:
+        abandon(file)
 
 
 def _flushed(file: Any, group: Group) -> Exception | None:
@@ -284,13 +306,11 @@ def _nothing(dataset: Any, dxpl: Any, *, write: bool) -> None:
     (dataset.id.write if write else dataset.id.read)(memory, space, array, None, dxpl)
 
 
-def _stamp(file: Any, job: Job, name: str, step: int) -> Exception | None:
+def _stamp(scale: Any, group: Group, value: Any, step: int) -> Exception | None:
     """Write the step's value on its scale: one cell, given by the first rank."""
-    scale = file[name]
-    value = np.asarray([job.form.scales.get(name, step)]).astype(scale.dtype)
     dxpl = _collective()
     try:
-        if job.group.rank:
+        if group.rank:
             _nothing(scale, dxpl, write=True)
         else:
             space = scale.id.get_space()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from functools import partial
 
@@ -540,6 +541,67 @@ if not mpio_obstacle():
             same_on_all(e)
         monkeypatch.undo()
         assert torch.equal(ms.io.read(at, "x", mesh, where, select=0, backend="mpio").full_tensor(), full)
+
+    def test_a_rank_that_fails_alone_where_files_are_opened_together(mesh, folder, monkeypatch):
+        """To close a file takes all ranks, and HDF5 opens the sources of a virtual dataset with all of them."""
+        at, full, where = folder / "a.h5", values((9, 10)), (ms.Shard(0), ms.Shard(1))
+        ms.io.write(at, {"x": sharded(full, mesh)}, backend="mpio", append="time")
+        ms.io.write(folder / "v.h5", {"x": sharded(full, mesh)}, backend="virtual")
+        last = WORLD.rank == WORLD.size - 1
+
+        def failing(then, *args, **options):
+            out = then(*args, **options) if then is mpio_opened else None
+            if last:
+                if out is not None:
+                    mpio.abandon(out)
+                raise MemoryError("none left")
+            return out or then(*args, **options)
+
+        def read(name, **options):
+            return ms.io.read(folder / name, "x", mesh, where, backend="mpio", **options)
+
+        def refused(*calls):
+            for call in calls:
+                with pytest.raises(ms.FileError, match="none left") as e:
+                    call()
+                same_on_all(e)
+
+        mpio_opened = mpio._opened
+        monkeypatch.setattr(mpio, "_opened", partial(failing, mpio_opened))
+        refused(
+            lambda: read("a.h5", select=0),
+            lambda: ms.io.write(folder / "b.h5", {"x": sharded(full, mesh)}, backend="mpio"),
+            lambda: ms.io.write(at, {"x": sharded(full, mesh)}, backend="mpio", append="time"),
+        )
+        monkeypatch.undo()
+        module = sys.modules["mpishard.io.read"]
+        monkeypatch.setattr(module, "found", partial(failing, module.found))
+        refused(lambda: read("v.h5"))
+        monkeypatch.undo()
+        ms.io.write(at, {"x": sharded(full + 1, mesh)}, backend="mpio", append="time")
+        for step in (0, 1):
+            assert torch.equal(read("a.h5", select=step).full_tensor(), full + step)
+        assert torch.equal(read("v.h5").full_tensor(), full)
+
+    @pytest.mark.parametrize("name", ["x", "time"])
+    def test_a_dataset_that_one_rank_cannot_open_to_write(mesh, folder, monkeypatch, name):
+        """The others were in the collective call that writes it."""
+        at, x = folder / "a.h5", sharded(values((9, 10)), mesh)
+        ms.io.write(at, {"x": x}, backend="mpio", append="time")
+        ready, before, get = [], mpio.step_of, h5py.Group.__getitem__
+
+        def failing(self, at):
+            if ready and at == name and WORLD.rank == WORLD.size - 1:
+                raise MemoryError("none left")
+            return get(self, at)
+
+        monkeypatch.setattr(mpio, "step_of", lambda *args: (before(*args), ready.append(None))[0])
+        monkeypatch.setattr(h5py.Group, "__getitem__", failing)
+        with pytest.raises(ms.FileError, match="none left") as e:
+            ms.io.write(at, {"x": x}, backend="mpio", append="time")
+        same_on_all(e)
+        monkeypatch.undo()
+        assert ms.io.read(at, "x", mesh, (ms.Replicate(), ms.Shard(0)), backend="root").shape == (1, 9, 10)
 
     def test_reading_collectively(mesh, folder):
         full = values((9, 10))
