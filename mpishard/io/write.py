@@ -42,7 +42,16 @@ from mpishard.io.file.schema import (
     place_of,
 )
 from mpishard.io.file.seen import held, mark_of
-from mpishard.io.file.trust import absolute, check_replaceable, is_text, open_own, require_text, shown, told
+from mpishard.io.file.trust import (
+    absolute,
+    check_length,
+    check_replaceable,
+    is_text,
+    open_own,
+    require_text,
+    shown,
+    told,
+)
 from mpishard.io.viewer.grid import stored
 from mpishard.io.viewer.vtkhdf import check_vtkhdf, write_vtkhdf
 from mpishard.io.viewer.xdmf import check_xdmf, write_xdmf
@@ -208,6 +217,8 @@ def write(
             heal(own, writing=True)
             if append is not None:
                 exists = _may_append(own)
+            if not exists:
+                check_length(own)
             # before a file is replaced, or has one step more
             for wanted, check in ((xdmf, check_xdmf), (vtkhdf, check_vtkhdf)):
                 if wanted:

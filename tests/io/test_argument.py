@@ -121,6 +121,27 @@ def test_a_choice_that_cannot_be_printed(mesh, folder, monkeypatch):
     assert torch.equal(ms.io.read(folder / "a.h5", "a", mesh, (ms.Shard(0), ms.Shard(1))).full_tensor(), FULL)
 
 
+@pytest.mark.parametrize("suffix", [".xdmf", ".vtkhdf", ".h5", ".safetensors"])
+def test_names_that_leave_no_room_for_a_hidden_one(mesh, folder, suffix):
+    """A file and its companions are written under such names."""
+    x, option = sharded(FULL, mesh), suffix[1:] if suffix in (".xdmf", ".vtkhdf") else None
+    for n, fits in ((233, True), (234, False)):
+        stem = "n" * (n - len(suffix))
+
+        def call(stem=stem):
+            if suffix == ".safetensors":
+                ms.io.export_safetensors(folder / f"{stem}{suffix}", {"a": x})
+            else:
+                options = {} if option is None else {option: True}
+                ms.io.write(folder / f"{stem}.h5", {"a": x}, backend="virtual", **options)
+
+        if fits:
+            call()
+        else:
+            refused(call, "is too long for the name of a new file", "at most 233 bytes")
+            assert not (folder / f"{stem}.h5").exists()
+
+
 def test_sizes_of_files(mesh):
     for value in ("a", None, [1]):
         refused(lambda value=value: ms.io.choose_backend(mesh, value), "nbytes")

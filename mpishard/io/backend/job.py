@@ -20,6 +20,7 @@ from mpishard.io.file.close import flush
 from mpishard.io.file.open import not_written
 from mpishard.io.file.parts import gives, joined_folders
 from mpishard.io.file.schema import Schema
+from mpishard.io.file.trust import hidden
 from mpishard.layout import Layout
 from mpishard.layout.partition import coords_of
 from mpishard.layout.slab import Box, slabs
@@ -56,7 +57,7 @@ class Job(NamedTuple):
     @property
     def partial(self) -> Path:
         """The file's name until it is complete; its own where it is appended to."""
-        return self.path if self.exists else self.path.with_name(f".{self.path.name}.{self.token}.partial")
+        return self.path if self.exists else hidden(self.path, self.token)
 
     @property
     def parts(self) -> Path:

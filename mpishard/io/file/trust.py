@@ -19,6 +19,7 @@ from mpishard.errors import FileError
 # what takes less is taken without asking how much there is
 _SMALL_NBYTES = 64 << 20
 _SHOWN = 60
+_PARTIAL = ".partial"
 
 Path = str | os.PathLike[str]
 
@@ -52,6 +53,35 @@ def check_replaceable(path: Path) -> None:
         mode = os.lstat(path).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
             raise OSError(f"{os.fspath(path)} is {kind_of(mode)}")
+
+
+def hidden(path: pathlib.Path, token: str) -> pathlib.Path:
+    """Return the name under which a file is written until it is complete. Not collective."""
+    # of a path without a last part, such as /, too: what is wrong with it is found where all ranks hear of it
+    return path.parent / f".{path.name}.{token}{_PARTIAL}"
+
+
+def check_length(path: pathlib.Path) -> None:
+    """Refuse a name that leaves no room for the one of `hidden`.
+
+    Not collective.
+
+    Raises
+    ------
+    FileError
+        It is too long.
+    """
+    most = 1 << 20
+    with contextlib.suppress(OSError, ValueError):  # a folder that is not there, or does not tell
+        most = os.pathconf(path.parent, "PC_NAME_MAX") - len(f"..{'':12}{_PARTIAL}")
+    nbytes = len(os.fsencode(path.name))
+    if nbytes > most:
+        raise FileError(
+            f"{shown(path.name)} is too long for the name of a new file",
+            expected=f"at most {most} bytes: until it is complete, it has a hidden name that is longer",
+            got=f"{nbytes} bytes",
+            fix="give it a shorter name",
+        )
 
 
 def open_regular(path: Path) -> IO[bytes]:

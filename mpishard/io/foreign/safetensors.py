@@ -26,7 +26,7 @@ from mpishard.io.backend.job import given
 from mpishard.io.checkpoint.snapshot import state_of, stored_dtype
 from mpishard.io.file.close import flush
 from mpishard.io.file.dtype import NUMPY
-from mpishard.io.file.trust import absolute, check_replaceable, fresh, is_text, shown, told
+from mpishard.io.file.trust import absolute, check_length, check_replaceable, fresh, hidden, is_text, shown, told
 from mpishard.tensor import ShardTensor
 from mpishard.tensor.operand import on_mesh
 
@@ -188,8 +188,7 @@ class _Target:
 
     def __init__(self, path: Path, header: dict[str, Any], text: bytes, nbytes: int) -> None:
         self.path = path
-        # of a path without a last part, such as /, too: what is wrong with it is found where all ranks hear of it
-        self.partial = path.parent / f".{path.name}.{secrets.token_hex(6)}.partial"
+        self.partial = hidden(path, secrets.token_hex(6))
         self.header = header
         self.text = text
         self.nbytes = nbytes
@@ -199,6 +198,7 @@ class _Target:
     def open(self) -> MpishardError | None:
         try:
             check_replaceable(self.path)
+            check_length(self.path)
             with fresh(self.partial) as file:
                 file.write(len(self.text).to_bytes(8, "little") + self.text)
                 file.flush()
@@ -236,9 +236,11 @@ class _Target:
             self.partial.unlink(missing_ok=True)
 
     def _failed(self, e: Exception) -> None:
-        self.error = FileError(
-            f"export_safetensors: cannot write {os.fspath(self.path)!r}",
-            expected="a folder that rank 0 can write to, and room in it",
-            got=f"{type(e).__name__}: {e}",
-            fix="make the folder, or choose another one",
-        )
+        if not isinstance(e, MpishardError):
+            e = FileError(
+                f"export_safetensors: cannot write {os.fspath(self.path)!r}",
+                expected="a folder that rank 0 can write to, and room in it",
+                got=f"{type(e).__name__}: {e}",
+                fix="make the folder, or choose another one",
+            )
+        self.error = e

@@ -15,7 +15,7 @@ import numpy as np
 from mpishard.errors import FileError
 from mpishard.io.file.open import looked_at
 from mpishard.io.file.schema import NO_VARIABLE, Schema, Variable, in_place
-from mpishard.io.file.trust import check_memory, check_replaceable, fresh, shown
+from mpishard.io.file.trust import check_length, check_memory, check_replaceable, fresh, hidden, shown
 
 # of one dataset: each cell of its leading dims is one field
 _MAX_FIELDS = 64
@@ -124,11 +124,12 @@ def check_companion(target: Path, path: Path, shown_by: Callable[[Path], str | N
     Raises
     ------
     FileError
-        It is that of another file, or what is no companion.
+        It is that of another file, or what is no companion, or its name is too long.
     OSError
         It is no regular file.
     """
     check_replaceable(target)
+    check_length(target)
     if target.is_symlink() or not target.exists():
         return
     own = shown_by(target)
@@ -143,7 +144,7 @@ def check_companion(target: Path, path: Path, shown_by: Callable[[Path], str | N
 
 def replaced(target: Path, write: Callable[[Path], object]) -> None:
     """Write a file under a hidden name, and give it its own. Not collective; one rank calls it."""
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(6)}.partial")
+    partial = hidden(target, secrets.token_hex(6))
     try:
         fresh(partial).close()
         write(partial)
