@@ -227,11 +227,11 @@ def _once(path: Path, name: str, mesh: CartMesh, asked: _Asked) -> Any:
     """Do what `read` does, but return None on every rank where the file has changed meanwhile. Collective."""
     group = mesh.group(tuple(range(mesh.ndim)))
     external, out, gaps = asked.external, asked.out, 0
-    seen = Seen(path)
     choice, call = _chosen(path, name, mesh, asked)
     part_told = ""
     together = choice.name == "mpio"
     error: Exception | None = None
+    seen = Seen(path)
     with contextlib.ExitStack() as files:
         try:
             file = files.enter_context(opened_together(path, group) if together else opened(path))

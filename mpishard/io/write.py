@@ -22,7 +22,7 @@ from mpishard.comm.null import no_values
 from mpishard.errors import FileError, LayoutError, MeshError, MpishardError
 from mpishard.io.backend.choice import choose_backend, tell
 from mpishard.io.backend.job import FAILURES, Job
-from mpishard.io.backend.mpio import write_mpio
+from mpishard.io.backend.mpio import is_unclosed, write_mpio
 from mpishard.io.backend.root import write_root
 from mpishard.io.backend.virtual import prune, write_virtual
 from mpishard.io.file.dtype import numpy_dtype
@@ -283,6 +283,13 @@ def _may_append(path: Path) -> bool:
             got=f"{type(e).__name__}: {e}",
             fix=f"name the file itself ({os.path.realpath(path)}), or write another one",
         ) from e
+    if is_unclosed(path):
+        raise FileError(
+            f"write: cannot append to {os.fspath(path)!r}",
+            expected="a file that this process has closed: HDF5 cuts others to their old length when it ends",
+            got="one that it could not close after a step that failed",
+            fix="end this program, and append from the next one; or write another file",
+        )
     if held(mark_of(path)) is not None:
         raise FileError(
             f"write: cannot append to {os.fspath(path)!r}",

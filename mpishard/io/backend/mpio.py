@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -41,6 +42,8 @@ _IO_MODES = {
     3: "chunk mixed",
     4: "contiguous collective",
 }
+# device and number of files that HDF5 cuts to the length that it knows when the process ends
+_unclosed: set[tuple[int, int]] = set()
 COLLECTIVE = ("chunk collective", "contiguous collective")
 _CAUSES = (
     "collective was not asked for",
@@ -85,8 +88,11 @@ def write_mpio(job: Job) -> str:
             with job.together(), guard.waiting("io.write", (), comm):
                 file = _opened(job.partial, "r+" if job.exists else "w", job.group, job.hints, job.alignment)
         except MpishardError:
-            closed = False
-            _dropped(file)
+            # where one rank has it the others must hear: to close it takes all of them
+            if comm.allreduce(int(file is not None)):
+                _dropped(file)
+                closed = False
+            file = None
             raise
         with job.together(), guard.waiting("io.write", (), comm):
             if not job.exists:
@@ -136,11 +142,21 @@ def write_mpio(job: Job) -> str:
     finally:
         if file and closed is None:
             closed = _closed(file, job.group) is None
+        if closed is False and job.exists:
+            with contextlib.suppress(OSError):
+                found = os.stat(job.path)
+                _unclosed.add((found.st_dev, found.st_ino))
         if job.group.rank == 0:
             job.discard()
         if journal is not None:
             taken_back(journal, closed=closed is not False)
     return _told(modes, comm)
+
+
+def is_unclosed(path: Path) -> bool:
+    """Tell whether a file is one that this process could not close after a step. Not collective."""
+    found = os.stat(path)
+    return (found.st_dev, found.st_ino) in _unclosed
 
 
 @contextlib.contextmanager
