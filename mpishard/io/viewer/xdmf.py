@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import unescape
@@ -69,7 +70,7 @@ def _shown_by(companion: Path) -> str | None:
     with open_regular(companion) as file:
         if not (file.readline(64).startswith(b"<?xml") and file.readline(64).startswith(b"<Xdmf")):
             return None
-        for line in file:
+        for line in iter(partial(file.readline, 1 << 16), b""):  # a stranger's may have no end
             if found := re.search(rb'Format="HDF">([^<:]*):/', line):
                 return unescape(found[1].decode(errors="replace"))
     return ""
