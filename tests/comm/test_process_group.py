@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import mpishard as ms
+from mpishard.comm import guard
 from mpishard.comm.torch_distributed import process_group
 from tests.compare import assert_loads
 
@@ -373,8 +374,10 @@ COMPARED = {
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.filterwarnings("ignore:.*all_reduce_coalesced:FutureWarning")
+@pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("name", COMPARED)
-def test_calls_that_differ_are_named_at_once(world, name):
+def test_calls_that_differ_are_named_at_once(world, name, debug, monkeypatch):
+    monkeypatch.setattr(guard, "DEBUG", debug)
     call, odd = COMPARED[name], RANK == SIZE - 1
     for dtype in (torch.float32, torch.int32):
         call(torch.ones(4, dtype=dtype))

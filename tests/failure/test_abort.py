@@ -318,6 +318,31 @@ def test_different_numbers_in_one_call(job):
     assert outcome.output.count("once") == 6, outcome.output
 
 
+def test_what_is_right_with_calls_compared(job):
+    """Plain tensors of a rank's own shape in autograd.grad, indices without memory, a mesh that was freed."""
+    body = (
+        MESH
+        + """
+y = ms.distribute_tensor(torch.arange(13.0), mesh, (ms.Shard(0),)).requires_grad_()
+window = ms.halo_exchange(y, {0: 1}, mode="circular")
+torch.autograd.grad([window], [y], [torch.ones_like(window)])
+index = torch.tensor([2, 5])
+z = y.detach()
+torch.func.grad(lambda w: (z * w).index_add(0, index, torch.ones(2)).square().sum())(torch.ones(()))
+torch.compile(lambda t: t.index_add(0, index, torch.ones(2)), backend="aot_eager", fullgraph=True)(z)
+other = ms.init_mesh((3,), ("z",))
+other.free()
+try:
+    other.plan("key", lambda: "plan")
+except ms.MeshError as e:
+    print(e, flush=True)
+"""
+    )
+    outcome = job(3, body, MPISHARD_DEBUG="1")
+    assert outcome.status == 0, outcome.output
+    assert outcome.output.count("mesh used after free") == 3, outcome.output
+
+
 def test_exchange_that_one_rank_leaves_out(job):
     # nothing travels to the last rank, but it has to call
     body = MESH + "y = ms.distribute_tensor(torch.arange(12.0), mesh, (ms.Shard(0),))\n"
