@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -29,6 +28,7 @@ from mpishard.io.file.journal import Journal, taken_back
 from mpishard.io.file.open import LIBVER, check_descriptors, import_h5py, not_opened
 from mpishard.io.file.room import check_room, no_room
 from mpishard.io.file.schema import begun, create, grow, step_of
+from mpishard.io.file.seen import mark_of
 from mpishard.io.file.trust import Path
 from mpishard.layout.slab import Box
 
@@ -144,8 +144,7 @@ def write_mpio(job: Job) -> str:
             closed = _closed(file, job.group) is None
         if closed is False and job.exists:
             with contextlib.suppress(OSError):
-                found = os.stat(job.path)
-                _unclosed.add((found.st_dev, found.st_ino))
+                _unclosed.add(mark_of(job.path)[:2])
         if job.group.rank == 0:
             job.discard()
         if journal is not None:
@@ -155,8 +154,7 @@ def write_mpio(job: Job) -> str:
 
 def is_unclosed(path: Path) -> bool:
     """Tell whether a file is one that this process could not close after a step. Not collective."""
-    found = os.stat(path)
-    return (found.st_dev, found.st_ino) in _unclosed
+    return mark_of(path)[:2] in _unclosed
 
 
 @contextlib.contextmanager
