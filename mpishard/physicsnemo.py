@@ -137,7 +137,7 @@ def scatter_tensor(
             got=f"{dtype or x.dtype} of shape {shape if told is None else told}",
             fix="leave them out",
         )
-    guard.agree(x.mesh.group(tuple(range(x.mesh.ndim))).comm, error)
+    guard.agree(x.mesh.all_ranks.comm, error)
     return x
 
 

@@ -120,7 +120,7 @@ class Replica:
         if known and known[-1].group.comm is mesh.comm:
             return
         known[:] = [h for h in known if h.alive and h.group.comm is not mesh.comm]
-        every = mesh.group(tuple(range(mesh.ndim)))
+        every = mesh.all_ranks
         known.append(_Holders(every, mesh.outline, mesh.device.type == "meta"))
 
     def holders(self) -> list[_Holders]:

@@ -181,7 +181,7 @@ def renew(mesh: CartMesh, comm: MPI.Intracomm) -> None:
     that are still under way; and MPICH ends the program where a message lies in one that is freed.
     """
     comms = mesh._holding.comms
-    halos = mesh.group(tuple(range(mesh.ndim))).links.get("halo")
+    halos = mesh.all_ranks.links.get("halo")
     _left.extend(c for c in comms if c is not comm)
     comms.clear()
     with guard.waiting("renew", (), comm):

@@ -37,7 +37,7 @@ def most_of(mesh: CartMesh, number: int, op: str) -> int:
     if mesh.size == 1:
         return number
     mine, most = np.array([number], np.int32), np.empty(1, np.int32)
-    comm = mesh.group(tuple(range(mesh.ndim))).comm
+    comm = mesh.all_ranks.comm
     with guard.waiting(op, (), comm):
         comm.Allreduce(mine, most, MPI.MAX)
     return int(most[0])

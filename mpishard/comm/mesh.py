@@ -176,6 +176,11 @@ class CartMesh(DeviceMeshNames):
         """Whether messages go from GPU memory to GPU memory; else they go through pinned host memory."""
         return self._groups[tuple(range(self.ndim))].aware
 
+    @property
+    def all_ranks(self) -> Group:
+        """The group of all ranks of this mesh."""
+        return self.group(tuple(range(self.ndim)))
+
     def group(self, mesh_dims: tuple[int, ...]) -> Group:
         """Return the group of the ranks along some mesh dims that this rank lies in. Not collective.
 
@@ -233,7 +238,7 @@ class CartMesh(DeviceMeshNames):
 
         It shares the communicators of this mesh, and is freed with it.
         """
-        self.group(tuple(range(self.ndim)))  # raises where the mesh is freed
+        _ = self.all_ranks  # raises where the mesh is freed
         dims = tuple(self.mesh_dim(n) for n in mesh_argument.listed(names))
         if not dims or sorted(set(dims)) != list(dims):
             raise MeshError(
@@ -312,10 +317,8 @@ class CartMesh(DeviceMeshNames):
         whole = mesh_dims is None or len(mesh_dims) == len(self.shape)
         plans = self.plans if whole else self.plans_along(mesh_dims)  # type: ignore[arg-type]
         plan = plans.get(key)
-        if plan is None:
-            plan = plans.recall(key)
-        if plan is None:
-            comm = self.group(tuple(range(self.ndim)) if mesh_dims is None else mesh_dims).comm
+        if plan is None and (plan := plans.recall(key)) is None:
+            comm = (self.all_ranks if mesh_dims is None else self.group(mesh_dims)).comm
             label = Label(text_of(key), self._holding.comms)
             before, self._label = self._label, label
             error: Exception | None = None
@@ -389,7 +392,7 @@ class CartMesh(DeviceMeshNames):
 
     def duplicate(self) -> MPI.Intracomm:
         """Return one more communicator of this mesh's ranks, freed with the mesh. Collective."""
-        comm = made("CartMesh.duplicate", self.comm, self.group(tuple(range(self.ndim))).comm.Dup)
+        comm = made("CartMesh.duplicate", self.comm, self.all_ranks.comm.Dup)
         self._holding.comms.append(comm)
         thread.own(comm, self._holding.owner)
         return comm

@@ -84,7 +84,7 @@ def ends_of(
     Collective: wrong edges, and ``error``, rise on every rank. Edges are cut over the mesh dims that cut the
     nodes, and unless ``alike`` over those that cut them before.
     """
-    every = mesh.group(tuple(range(mesh.ndim))).comm
+    every = mesh.all_ranks.comm
     try:
         _check(call, edge_index, nodes, mesh)
     except Exception as e:
@@ -363,7 +363,7 @@ class GraphHalo:
         )  # fmt: skip
         rest = tuple(messages.shape[1:]) if fits else ()
         told = f"graph.halo: messages {rest}, {getattr(messages, 'dtype', None)}, {fits and differentiated(messages)}"
-        guard.agree(mesh.group(tuple(range(mesh.ndim))).comm, error, told)
+        guard.agree(mesh.all_ranks.comm, error, told)
         layout = layout_of(
             mesh.shape, self.edges.placements, (*self.edges.shape, *rest), [self.edges.sizes[0], *[None] * len(rest)]
         )

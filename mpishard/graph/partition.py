@@ -87,7 +87,7 @@ def partition(
         return _along_curve(nodes.mesh, rows_layout(nodes.sharding), _distances(edge_index, nodes))
     require("graph.partition", "positions", positions, ShardTensor, SHARD_IT)
     mesh, shape = positions.mesh, positions.shape
-    every = mesh.group(tuple(range(mesh.ndim))).comm
+    every = mesh.all_ranks.comm
     if len(shape) != 2 or not 1 <= shape[1] <= _MOST_DIMS or positions.is_complex():
         wrong = LayoutError(
             "graph.partition: positions of another kind",
@@ -143,7 +143,7 @@ def _distances(edge_index: Tensor, nodes: ShardTensor) -> np.ndarray[Any, Any]:
     mesh, rows = nodes.mesh, rows_layout(nodes.sharding)
     ways = [halo(edge_index, nodes), halo(edge_index.flip(0), nodes)]
     n, (lo, hi) = rows.shape[0], rows.interval(0, mesh.coords)
-    numbers, every = torch.arange(lo, hi, device="cpu"), mesh.group(tuple(range(mesh.ndim)))
+    numbers, every = torch.arange(lo, hi, device="cpu"), mesh.all_ranks
 
     def search(start: int) -> Tensor:
         distance = torch.full((hi - lo,), -1, device="cpu")
@@ -216,7 +216,7 @@ def renumber(edge_index: Tensor, order: ShardTensor) -> ShardTensor:
     """
     require("graph.renumber", "order", order, ShardTensor, "give what mpishard.graph.partition returns")
     mesh = order.mesh
-    every = mesh.group(tuple(range(mesh.ndim))).comm
+    every = mesh.all_ranks.comm
     if order.ndim != 1 or order.dtype != torch.int64:
         kind = LayoutError(
             "graph.renumber: no order of nodes",

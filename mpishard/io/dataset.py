@@ -81,7 +81,7 @@ class Dataset(data.Dataset[Any]):
     ) -> None:
         require_mesh("io.Dataset", mesh)
         self.path, self.name, self.mesh = path, name, mesh
-        self._comm = mesh.group(tuple(range(mesh.ndim))).comm
+        self._comm = mesh.all_ranks.comm
         self._pid = os.getpid()
         # the file, and the one in memory that shows this rank's part of a virtual dataset
         self._files: list[Any] = []

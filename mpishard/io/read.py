@@ -199,7 +199,7 @@ def _chosen(path: Path, name: str, mesh: CartMesh, asked: _Asked) -> tuple[Choic
         error = e
     # a file that one rank does not see is told as that, where ranks may open files on their own
     together = choice is not None and choice.name == "mpio"
-    group = mesh.group(tuple(range(mesh.ndim)))
+    group = mesh.all_ranks
     kind, _ = guard.agree(group.comm, error, f"{call if together else 'io.read'} by {choice}{how}", (kind, 0))
     assert choice is not None
     if together and kind:
@@ -225,7 +225,7 @@ def _kind_of(dataset: Any) -> int:
 
 def _once(path: Path, name: str, mesh: CartMesh, asked: _Asked) -> Any:
     """Do what `read` does, but return None on every rank where the file has changed meanwhile. Collective."""
-    group = mesh.group(tuple(range(mesh.ndim)))
+    group = mesh.all_ranks
     external, out, gaps = asked.external, asked.out, 0
     choice, call = _chosen(path, name, mesh, asked)
     part_told = ""

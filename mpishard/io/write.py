@@ -173,7 +173,7 @@ def write(
     >>> ms.io.write("run.h5", {"t": x}, append="time", dims=("y", "x"), scales={"time": 0.5}, chunks=True)
     """
     mesh = _mesh_of(tensors)
-    group = mesh.group(tuple(range(mesh.ndim)))
+    group = mesh.all_ranks
     error: Exception | None = None
     choice = form = own = None
     exists = filtered = False

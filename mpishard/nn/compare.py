@@ -101,9 +101,7 @@ def compare_module(module: nn.Module, *inputs: Tensor, mesh: CartMesh, placement
         "parameter gradient": max((_apart(g, h, largest) for g, h in pairs[own:]), default=0.0),
         "buffer": max(map(_apart, on_shards.buffers(), in_one.buffers()), default=0.0),
     }
-    most = all_reduce(
-        torch.tensor([*found.values()], dtype=torch.float64, device="cpu"), mesh.group(tuple(range(mesh.ndim))), "max"
-    )
+    most = all_reduce(torch.tensor([*found.values()], dtype=torch.float64, device="cpu"), mesh.all_ranks, "max")
     return dict(zip(found, most.tolist()))
 
 

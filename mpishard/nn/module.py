@@ -101,7 +101,7 @@ def distribute_module(
     >>> model(x).mean().backward()
     """
     require_mesh("distribute_module", mesh)
-    group = mesh.group(tuple(range(mesh.ndim)))
+    group = mesh.all_ranks
     error: Exception | None = None
     named: list[tuple[str, Tensor]] = []
     over: tuple[int, ...] = ()

@@ -125,7 +125,7 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         require_mesh("Pipeline", mesh)
-        self._comm = mesh.group(tuple(range(mesh.ndim))).comm
+        self._comm = mesh.all_ranks.comm
         error: Exception | None = None
         signature, m = "Pipeline", 0
         try:

@@ -66,7 +66,7 @@ def met(
     known = [x for x in (points, queries) if isinstance(x, ShardTensor)]
     require(call, "points", known[0] if known else points, ShardTensor, "shard points or queries first")
     mesh = known[0].mesh
-    every = mesh.group(tuple(range(mesh.ndim))).comm
+    every = mesh.all_ranks.comm
     try:
         _check(call, mesh, points, queries)
         if k is not None and k > points.shape[0]:

@@ -124,7 +124,7 @@ class profile:  # noqa: N801 (reads as a verb: `with ms.profile(mesh)`)
                 got=type(mesh).__name__,
                 fix="give what ms.init_mesh returned",
             )
-        return mesh.group(tuple(range(mesh.ndim)))
+        return mesh.all_ranks
 
     def _agree(self, error: MpishardError | None, signature: str) -> None:
         comm = self._group.comm

@@ -93,7 +93,7 @@ def balance(
         _check_numbers(every, threshold, relaxation, min_cells, multiple)
     except Exception as e:  # noqa: BLE001 (Python's too, of what is no number)
         error = e
-    comm = mesh.group(tuple(range(mesh.ndim))).comm
+    comm = mesh.all_ranks.comm
     guard.agree(comm, error, f"balance{(among, every, threshold, relaxation, min_cells, multiple)}")
     how = {"relaxation": float(relaxation), "min_cells": int(min_cells), "multiple": int(multiple)}
     return Balancer(mesh, among, int(every), float(threshold), how, clock)
@@ -312,7 +312,7 @@ class Balancer:
                 got=str(e) or type(e).__name__,
                 fix="load it into a balancer of the same mesh dims, or begin without it",
             )
-        comm = self._mesh.group(tuple(range(self._mesh.ndim))).comm
+        comm = self._mesh.all_ranks.comm
         guard.agree(comm, error, f"balance: load_state_dict {digest((state, sorted(lines)))}")
         self._lines = lines
         self.changes, self.imbalance, self._before, self._doubt = numbers
@@ -423,7 +423,7 @@ class Balancer:
 
     def _decide(self, told: list[float]) -> None:
         mesh, error, own = self._mesh, None, 0
-        comm = mesh.group(tuple(range(mesh.ndim))).comm
+        comm = mesh.all_ranks.comm
         try:
             bad = [v for v in told if not 0 <= float(v) < _MOST_S]
             own = 0 if bad else round(1e9 * statistics.median(map(float, told)))
@@ -478,6 +478,6 @@ class Balancer:
         for dims, first in zip(self._lines, ends):
             at = rank_of([self._mesh.coords[m] for m in dims], [self._mesh.shape[m] for m in dims])
             mine[first + at] = own
-        group = self._mesh.group(tuple(range(self._mesh.ndim)))
+        group = self._mesh.all_ranks
         slowest = all_reduce(mine, group, "max").tolist()
         return int(all_reduce(torch.tensor(own, device="cpu"), group)), [slowest[a:b] for a, b in zip(ends, ends[1:])]

@@ -139,7 +139,7 @@ def check_same_values(tensor: Tensor, mesh: CartMesh) -> None:
     """
     values = tensor.detach()
     values = values if values.is_floating_point() or values.is_complex() else values.double()
-    if mesh.size > 1 and not values.is_meta and apart(values, mesh.group(tuple(range(mesh.ndim)))):
+    if mesh.size > 1 and not values.is_meta and apart(values, mesh.all_ranks):
         raise LayoutError(
             "distribute_tensor: the ranks hold different tensors",
             expected="the same full tensor on every rank, of which each takes its block",

@@ -27,7 +27,7 @@ def inferred(local: Tensor, mesh: CartMesh, placements: Any, error: MpishardErro
     In a loop over time steps the same blocks come again, and one reduction tells all ranks so.
     """
     given = tuple(placements) if isinstance(placements, Iterable) else (placements,)
-    group = mesh.group(tuple(range(mesh.ndim)))
+    group = mesh.all_ranks
     if guard.DEBUG:
         guard.check(group.comm, "from_local", None, None)
     kind = () if error else (local.ndim, _DTYPES.index(local.dtype), local.requires_grad)

@@ -124,7 +124,7 @@ class Program:
         ]
         self._outputs: list[_Output] = []
         self._mutates: list[bool] = []
-        comm = mesh.group(tuple(range(mesh.ndim))).comm
+        comm = mesh.all_ranks.comm
         # what one rank alone rehearsed, as backward, would meet other calls of the others
         _same(comm, f"compile a graph of {_outline(graph, inputs)}")
         rehearsal = Recording(tracing=False)

@@ -268,7 +268,7 @@ def notice_writes(mesh: CartMesh) -> None:
     mine = [halo for halo in _watched if halo.mesh is mesh]
     written = {(halo.name, halo.generation) for halo in mine if halo.written()}
     if not on_all(mesh, not written, "backward"):
-        comm = mesh.group(tuple(range(mesh.ndim))).comm
+        comm = mesh.all_ranks.comm
         with guard.waiting("backward", (), comm):
             written = comm.allreduce(written, set.union)  # in pairs: of as many names as fields were written
         for halo in mine:

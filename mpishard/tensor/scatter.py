@@ -138,7 +138,7 @@ def scattered(
             meta = (tuple(tensor.shape), tensor.dtype)
     except Exception as e:  # noqa: BLE001 (of wrong arguments Python and torch raise anything)
         error = e
-    comm = mesh.group(tuple(range(mesh.ndim))).comm
+    comm = mesh.all_ranks.comm
     # what fits on the source fits everywhere: the others give the same
     guard.agree(comm, error, signature)
     with guard.waiting(call, (root,), comm):

@@ -42,7 +42,7 @@ def draw_seed(mesh: CartMesh, generator: torch.Generator | None = None) -> int:
     seed = torch.randint(torch.iinfo(torch.int64).max, (), generator=generator, device="cpu")
     if mesh.size > 1:
         planning = mesh.device.type == "meta"  # it travels, without a value
-        came = blocking.broadcast(seed.to("meta") if planning else seed, mesh.group(tuple(range(mesh.ndim))), 0)
+        came = blocking.broadcast(seed.to("meta") if planning else seed, mesh.all_ranks, 0)
         seed = seed if planning else came
     return int(seed)
 
@@ -53,7 +53,7 @@ def drawn_once(mesh: CartMesh, draw: Callable[[], Tensor]) -> Tensor:
     For numbers that every rank needs whole, and that are few.
     """
     own = draw()
-    return outside(blocking.broadcast, own, mesh.group(tuple(range(mesh.ndim))), 0) if mesh.size > 1 else own
+    return outside(blocking.broadcast, own, mesh.all_ranks, 0) if mesh.size > 1 else own
 
 
 def mixed(z: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ def check_jvp(
 def ranks_of(mesh: CartMesh | None, comm: Any) -> Group:
     """Return the ranks of a mesh or an mpi4py communicator; all ranks if neither is given. Not collective."""
     if mesh is not None:
-        return mesh.group(tuple(range(mesh.ndim)))
+        return mesh.all_ranks
     return blocking.world() if comm is None else blocking.group_of(comm)
 
 

@@ -83,7 +83,7 @@ def gather_blocks(
             group.comm.Allgather((array("q", (shape[dim],)), MPI.INT64_T), (every, MPI.INT64_T))
         sizes[dim] = as_block_sizes(every)
     told = [digest(sizes[dim]) if dim in sizes else n for dim, n in enumerate(shape)]
-    return sizes if are_alike(op, told, mesh.group(tuple(range(mesh.ndim)))) else None
+    return sizes if are_alike(op, told, mesh.all_ranks) else None
 
 
 def first_misfit(
@@ -98,7 +98,7 @@ def first_misfit(
     dim, rank, expected, shape
         A dim, the first rank whose extent there is not that of the first rank at its place, that extent, and its shape.
     """
-    comm, expected = mesh.group(tuple(range(mesh.ndim))).comm, []
+    comm, expected = mesh.all_ranks.comm, []
     with guard.waiting(op, (), comm):
         for dim, n in enumerate(shape):
             extent = np.array([n], np.int64)

@@ -77,7 +77,7 @@ def run_transfer(
     out = x.new_zeros(tuple(shape)) if accumulate else empty(x, tuple(shape), inner)
     put = Tensor.add_ if accumulate else Tensor.copy_
     if x.is_cuda:
-        nccl.connect(mesh.group(tuple(range(mesh.ndim))), x.device)
+        nccl.connect(mesh.all_ranks, x.device)
     if not plan.sends and not plan.recvs:
         _move(out, x, plan.local, put)
         return out
@@ -91,7 +91,7 @@ def run_transfer(
     recvs = [(peer, x.new_empty(extents)) for (peer, _), extents in zip(into, shapes)]
     if counter.active:
         counter.record(op, len(sends), sum(block.nbytes for _, block in sends))
-    posted = transport_of(mesh.group(tuple(range(mesh.ndim))), x).post(sends, recvs, text_of(op, call), tag, bulk=True)
+    posted = transport_of(mesh.all_ranks, x).post(sends, recvs, text_of(op, call), tag, bulk=True)
     _move(out, x, plan.local, put, sent)
     posted.wait()
     # in the order of the plan: sums are the same in every run

@@ -55,7 +55,7 @@ class Channel:
 def channel_of(mesh: CartMesh) -> Channel:
     """Return the mesh's channel. Collective on the first call."""
     # not among the plans, which may go: its communicator is made and freed by all ranks together
-    links = mesh.group(tuple(range(mesh.ndim))).links
+    links = mesh.all_ranks.links
     channel = links.get("halo")
     if channel is None:
         channel = links["halo"] = Channel(mesh.duplicate())

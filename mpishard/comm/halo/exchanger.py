@@ -100,7 +100,7 @@ class HaloExchanger:
     ) -> None:
         if not isinstance(mesh, CartMesh):
             raise no_mesh("HaloExchanger", mesh)
-        everyone = mesh.group(tuple(range(mesh.ndim))).comm
+        everyone = mesh.all_ranks.comm
         error: Exception | None = None
         try:
             self.shape = _extents(local_shape_with_halo)
@@ -154,7 +154,7 @@ class HaloExchanger:
         own = {d: widths[d][mesh.coords[m]] for d, m in self.mesh_dims.items()}
         self.halo_width = tuple(own.get(d, (0, 0)) for d in range(len(self.shape)))
         self.dtypes = dtype_names(dtype)
-        everyone = mesh.group(tuple(range(mesh.ndim))).comm
+        everyone = mesh.all_ranks.comm
         self._number, _ = mesh.agree(
             everyone, None, f"HaloExchanger of a field, {self.dtypes}, {self.mesh_dims}, {order}"
         )
@@ -333,7 +333,7 @@ class HaloExchanger:
                 return
 
     def _build(self, fields: tuple[Any, ...], slot: int) -> Refresh:
-        group = self.mesh.group(tuple(range(self.mesh.ndim)))  # raises where the mesh is freed
+        group = self.mesh.all_ranks  # raises where the mesh is freed
         lifetime.free_discarded()
         if not fields or (len(self.dtypes) > 1 and len(fields) != len(self.dtypes)):
             raise LayoutError(
@@ -369,7 +369,7 @@ class HaloExchanger:
         return DeviceRefresh(comm, [self._at_once], *rest, foreign=foreign, driver=driver, aware=group.aware)
 
     def _check(self, fields: tuple[Any, ...], *, beside: bool = False) -> None:
-        self.mesh.group(tuple(range(self.mesh.ndim)))  # raises where the mesh is freed
+        _ = self.mesh.all_ranks  # raises where the mesh is freed
         # not the widths, of which ranks at an edge of the domain may have others
         what = f"HaloExchanger {self._number} of {len(fields)} fields along {self.mesh_dims}"
         guard.check(self._channel.comm if beside else self.mesh.comm, what, None, self.dtypes)

@@ -93,7 +93,7 @@ def _comms_of(where: CartMesh | MPI.Intracomm | None) -> tuple[MPI.Intracomm, MP
     if isinstance(where, CartMesh):
         if isinstance(where.root_comm, NullComm):
             raise no_values("process_group")
-        return where.group(tuple(range(where.ndim))).comm, where.root_comm
+        return where.all_ranks.comm, where.root_comm
     if not isinstance(where, MPI.Intracomm) or where == MPI.COMM_NULL:
         raise MeshError(
             "process_group: no ranks to make a group of",

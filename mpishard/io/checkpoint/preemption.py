@@ -64,7 +64,7 @@ class preemption:  # noqa: N801 (reads as a statement: `with preemption(mesh) as
         if mesh is not None:
             require_mesh("preemption", mesh)
         self.exit_code = exit_code
-        self._group = blocking.world() if mesh is None else mesh.group(tuple(range(mesh.ndim)))
+        self._group = blocking.world() if mesh is None else mesh.all_ranks
         self._signals = signals
         self._before: dict[int, Any] = {}
         self._received = self._agreed = False

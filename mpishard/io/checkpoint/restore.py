@@ -280,7 +280,7 @@ def restored(checkpoint: Path, wanted: ReadRequest, stages: Stages) -> dict[str,
 def _restored(path: Path, wanted: ReadRequest, whole: Stages | None = None) -> dict[str, Any]:
     """Read what lies in one folder. Collective over the mesh of what is wanted."""
     mesh = wanted.mesh
-    group = mesh.group(tuple(range(mesh.ndim)))
+    group = mesh.all_ranks
     error: MpishardError | None = None
     file: Any = None
     text = ""

@@ -84,7 +84,7 @@ class Snapshot(NamedTuple):
     @property
     def group(self) -> Group:
         """Ranks of the tensors."""
-        return self.mesh.group(tuple(range(self.mesh.ndim)))
+        return self.mesh.all_ranks
 
     def signature(self) -> tuple[str, str]:
         """Return what all ranks must have in common, and what those of a stage. Not collective."""

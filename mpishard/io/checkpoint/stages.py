@@ -35,7 +35,7 @@ class Stages:
     @property
     def group(self) -> Group:
         """All ranks."""
-        return self.mesh.group(tuple(range(self.mesh.ndim)))
+        return self.mesh.all_ranks
 
     def folder(self, checkpoint: Path) -> Path:
         """Return the folder of this rank's stage. Not collective."""
@@ -57,7 +57,7 @@ class Stages:
         """
         if self.own is not None:
             try:
-                guard.agree(self.own.group(tuple(range(self.own.ndim))).comm, error, common + own)
+                guard.agree(self.own.all_ranks.comm, error, common + own)
             except MpishardError as e:
                 error = e
             own = ""

@@ -100,7 +100,7 @@ def import_dcp(
     >>> ms.io.import_dcp("step-1000", model, prefix="model.", mesh=mesh)
     """
     wanted, mesh, error = state_of("import_dcp", model, mesh)
-    comm = mesh.group(tuple(range(mesh.ndim))).comm
+    comm = mesh.all_ranks.comm
     found: dict[str, Tensor] = {}
     try:
         require("import_dcp", "prefix", prefix, str, 'leave it out, or give text, as "model."')

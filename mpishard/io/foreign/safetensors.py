@@ -91,7 +91,7 @@ def export_safetensors(
     >>> ms.io.export_safetensors("model.safetensors", model, mesh=mesh)
     """
     state, mesh, error = state_of("export_safetensors", model, mesh)
-    group = mesh.group(tuple(range(mesh.ndim)))
+    group = mesh.all_ranks
     header: dict[str, Any] = {}
     end, own, text = 0, Path(), b""
     try:

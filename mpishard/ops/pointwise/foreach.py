@@ -137,7 +137,7 @@ def non_finite_check_and_unscale(tensors: Sequence[Any], found_inf: Tensor, inv_
         )
     torch._amp_foreach_non_finite_check_and_unscale_([_blocks(t) for t in tensors], found_inf, inv_scale)
     for mesh in meshes:
-        found_inf.copy_(blocking.all_reduce(found_inf, mesh.group(tuple(range(mesh.ndim))), "max"))
+        found_inf.copy_(blocking.all_reduce(found_inf, mesh.all_ranks, "max"))
 
 
 # -- whole steps of an optimizer, cell by cell

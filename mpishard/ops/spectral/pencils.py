@@ -68,7 +68,7 @@ def joined(
         The transforms before and after, of dims that are whole there; None: none.
     """
     dims = swapped(source, target)
-    transport = transport_of(mesh.group(tuple(range(mesh.ndim))), mesh.device)
+    transport = transport_of(mesh.all_ranks, mesh.device)
     most = math.prod(n if sizes is None else largest(sizes) for sizes, n in zip(source.sizes, source.shape))
     if dims is None or transport.driver is not None or not fits(most * dtype.itemsize):
         return None

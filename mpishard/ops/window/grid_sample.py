@@ -132,7 +132,7 @@ def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str
     own = [reads[d - 2] or (lo, lo + 1) for d, lo in zip(dims, first)]
     part = math.prod((hi - lo) / layout.shape[d] for d, (lo, hi) in zip(dims, own))
     told = torch.tensor([part, *_reach(source, mesh, dict(zip(dims, own)))], dtype=torch.float64, device="cpu")
-    widest, *reach = blocking.all_reduce(told, mesh.group(tuple(range(mesh.ndim))), "max").tolist()
+    widest, *reach = blocking.all_reduce(told, mesh.all_ranks, "max").tolist()
     if widest > _WIDE:
         return None
     mine = torch.tensor([source.interval(d, mesh.coords) for d in dims], device="cpu")
