@@ -23,6 +23,7 @@ from mpishard.layout import (
     Runs,
     Stage,
     by_dim,
+    check_mode,
     interval_runs,
     near,
     plan_fetch,
@@ -240,6 +241,8 @@ def halo_widths(what: str, widths: Mapping[int, Width], ndim: int) -> dict[int, 
 def _halo_op(
     mesh: CartMesh, layout: Layout, dtype: torch.dtype, widths: Mapping[int, Width], mode: str | None
 ) -> WindowOp:
+    if mode is not None:
+        check_mode(mode)  # a plan of periodic dims does not look at it
     wanted = []
     for dim, (lo, hi) in sorted(halo_widths("halo_exchange", widths, layout.ndim).items()):
         n = layout.shape[dim]

@@ -26,7 +26,7 @@ from mpishard.layout.layout import Layout, by_dim, layout_of, watch_empty_blocks
 from mpishard.layout.partition import balanced, owner, weighted
 from mpishard.layout.placement import Partial, Placement, Replicate, Shard, as_placements
 from mpishard.layout.route import Leg, Trip, plan_route
-from mpishard.layout.stage import Piece, Pieces, Run, Runs, Stage, interval_runs, near, plan_stage
+from mpishard.layout.stage import Piece, Pieces, Run, Runs, Stage, check_mode, interval_runs, near, plan_stage
 from mpishard.layout.transfer import Box, Transfer, plan_fetch, plan_transfer
 
 __all__ = [
@@ -60,6 +60,7 @@ __all__ = [
     "blocks_of",
     "bounds",
     "by_dim",
+    "check_mode",
     "extents_of",
     "first_sharded",
     "holders",

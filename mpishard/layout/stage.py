@@ -56,8 +56,7 @@ def interval_runs(n: int, lo: int, hi: int, mode: str = "zeros") -> Runs:
     >>> interval_runs(5, -2, 3, "circular")
     (Run(dst=0, count=2, src=3, step=1), Run(dst=2, count=3, src=0, step=1))
     """
-    if mode not in MODES:
-        raise LayoutError("unknown padding mode", expected=MODES, got=repr(mode), fix="use one of them")
+    check_mode(mode)
     if hi <= lo or n == 0:
         return ()
     if mode in ("zeros", "constant"):
@@ -88,6 +87,12 @@ def interval_runs(n: int, lo: int, hi: int, mode: str = "zeros") -> Runs:
         runs.append(Run(cell - lo, stop - cell, src, step))
         cell = stop
     return tuple(runs)
+
+
+def check_mode(mode: str) -> None:
+    """Raise `LayoutError` unless ``mode`` is one of `MODES`."""
+    if mode not in MODES:
+        raise LayoutError("unknown padding mode", expected=MODES, got=repr(mode), fix="use one of them")
 
 
 class Piece(NamedTuple):

@@ -230,6 +230,7 @@ def test_widths_of_any_integers():
 def test_wrong_widths_and_modes_raise():
     mesh = mesh_of((-1,))
     x = ms.distribute_tensor(torch.zeros(3, 4 * mesh.size), mesh, (ms.Shard(1),))
+    ring = ms.distribute_tensor(torch.zeros(3, 4 * mesh.size), mesh_of((-1,), True), (ms.Shard(1),))
     for widths, mode, text in (
         ({1: (4 * mesh.size + 1, 0)}, None, "wider than the global extent"),
         ({1: (4 * mesh.size, 0)}, "reflect", "wider than the global extent"),
@@ -239,9 +240,13 @@ def test_wrong_widths_and_modes_raise():
         ({1: 1.5}, "zeros", "not a width"),
         ({1: (1, 1, 1)}, "zeros", "not a width"),
         ({1: (1, 0)}, "mirror", "unknown padding mode"),
+        ({1: (1, 0)}, "", "unknown padding mode"),
     ):
         with pytest.raises(ms.LayoutError, match=text):
             ms.halo_exchange(x, widths, mode=mode)
+        if "mode" in text:
+            with pytest.raises(ms.LayoutError, match=text):
+                ms.halo_exchange(ring, widths, mode=mode)
 
 
 def test_wrong_widths_raise_where_right_ones_are_kept():
