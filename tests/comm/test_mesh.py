@@ -458,6 +458,9 @@ def test_freed_mesh_says_so():
             used.group((0,))
         with pytest.raises(MeshError, match="mesh used after free"):
             used.plan("key", lambda: "plan")
+        for ask in (used.get_rank, lambda used=used: used.gpu_aware, lambda used=used: ms.process_group(used)):
+            with pytest.raises(MeshError, match="mesh used after free"):
+                ask()
     with pytest.raises(MeshError, match="mesh used after free"):
         mesh["x"]
 
