@@ -196,6 +196,17 @@ def test_dtypes():
     # a mean of 16-bit numbers is summed in 32 bits: nothing is lost where the partial sums would overflow
     big = torch.full((1, 1, 4096), 60000.0, dtype=torch.float16)
     same(lambda x: F.adaptive_avg_pool1d(x, 1), big, [2], 0)
+    # of one cell it is torch's mean, which knows complex numbers
+    spectrum = field(2, 3, 4, 5, dtype=torch.complex128)
+    for f in (
+        lambda x: F.adaptive_avg_pool1d(x[0], output_size=1),
+        lambda x: F.adaptive_avg_pool2d(x, (1, 1)),
+        nn.AdaptiveAvgPool3d(1),
+    ):
+        check(f, spectrum, range(4), 4, count=4)
+    refused_alike(lambda x: F.adaptive_avg_pool2d(x, (1, 2)), spectrum)
+    with pytest.raises(RuntimeError, match=r"mean.* either a floating point or complex dtype"):
+        F.adaptive_avg_pool2d(shard(spectrum.real.long(), mesh_of((WORLD.size,)), (ms.Shard(2),)), 1)
 
 
 def test_autocast_keeps_torchs_dtypes():
