@@ -164,7 +164,7 @@ class CartMesh(DeviceMeshNames):
     @property
     def root_comm(self) -> MPI.Intracomm:  # type: ignore[override]
         """The communicator of the whole mesh, of which this one may be a sub-mesh."""
-        self.group(tuple(range(self.ndim)))  # raises where the mesh is freed
+        _ = self.all_ranks  # raises where the mesh is freed
         return self._holding.comms[0]  # type: ignore[return-value]
 
     @property
@@ -175,7 +175,7 @@ class CartMesh(DeviceMeshNames):
     @property
     def gpu_aware(self) -> bool:
         """Whether messages go from GPU memory to GPU memory; else they go through pinned host memory."""
-        return self.group(tuple(range(self.ndim))).aware
+        return self.all_ranks.aware
 
     @property
     def all_ranks(self) -> Group:
