@@ -81,6 +81,13 @@ def adopted_mesh(
         else:
             extents, periods = _grid(grid, own.Get_size(), len(names)), _periods(periodic, len(names), None)
             place = own.Get_rank() if coords is None else _place(coords, extents)
+        if len(names) != len(extents):
+            raise MeshError(
+                "adopt: shape= and names= do not fit the ranks' mesh",
+                expected=f"{len(extents)} extents and names, one per dim of {extents}",
+                got=f"{len(names)}: {tuple(names)}",
+                fix="count the dims that the ranks cut; sim.field(dims=) says which dims of an array they are",
+            )
         checked_names(names, len(extents), "adopt")
     except MpishardError as e:
         error = e

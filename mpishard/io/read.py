@@ -101,7 +101,8 @@ def read(
         What fills the halo beyond the domain's edge, as of `mpishard.halo_exchange`: ``"zeros"`` (also None),
         ``"reflect"``, ``"replicate"``, ``"circular"``. A dim on a periodic mesh dim wraps.
     out
-        Kept buffer to read into: of this rank's shape (with the halo), any strides; its dtype and device hold.
+        Kept buffer to read into: of this rank's shape (with the halo), any strides; its dtype and device hold, and
+        ``dtype`` may say the same only.
     backend
         ``"mpio"`` to read collectively through MPI-IO, ``"root"`` or ``"virtual"`` for each rank on its own;
         None: MPI-IO where it works (see `choose_backend`). Parts that overlap (a halo, a replicated dim) are
@@ -166,12 +167,22 @@ class _Asked(NamedTuple):
 
     def part(self, dataset: Any, name: str, mesh: CartMesh) -> Part:
         """Return what is read of the dataset. Not collective."""
+        dtype = self.dtype
+        if type(self.out) is Tensor and (dtype is None or isinstance(dtype, torch.dtype)):
+            if dtype not in (None, self.out.dtype):
+                raise LayoutError(
+                    "read: out does not fit",
+                    expected=f"a tensor of {dtype}, as dtype= says",
+                    got=self.out.dtype,
+                    fix="leave dtype out: that of out holds",
+                )
+            dtype = self.out.dtype
         return part_of(
             dataset,
             name,
             mesh,
             self.placements,
-            dtype=self.out.dtype if type(self.out) is Tensor else self.dtype,
+            dtype=dtype,
             sizes=self.sizes,
             multiple=self.multiple,
             select=self.select,

@@ -261,6 +261,16 @@ def test_arguments_of_adopt(wrong):
             ms.insitu.adopt(**(right | wrong if LAST else right))
 
 
+def test_dims_that_the_ranks_have_not():
+    """Where no names are given, the text is not about names."""
+    with pytest.raises(ms.MeshError, match=r"shape= and names=(.|\n)*expected: 2 extents(.|\n)*got: +1"):
+        ms.insitu.adopt(WORLD, (12,), 1, grid=(SIZE, 1))
+    cart = WORLD.Create_cart((SIZE, 1))
+    with pytest.raises(ms.MeshError, match=r"shape= and names=(.|\n)*expected: 2 extents(.|\n)*got: +3"):
+        ms.insitu.adopt(cart, (12, 8, 4), 1)
+    cart.Free()
+
+
 def test_a_topology_that_is_contradicted(host):
     for wrong in ({"periodic": True}, {"grid": (1, SIZE + 1)}, {"coords": (SIZE, 0)}):
         with pytest.raises(ms.MeshError, match="contradicts"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -122,6 +123,37 @@ def test_into_a_kept_buffer(mesh, folder):
     wrong = torch.zeros(7, 7) if WORLD.rank == 0 else kept
     with pytest.raises(ms.LayoutError, match="out does not fit"):
         ms.io.read(folder / "a.h5", "a", mesh, placements, out=wrong)
+    assert ms.io.read(folder / "a.h5", "a", mesh, placements, out=kept, dtype=kept.dtype).to_local() is not None
+    # a dtype that the buffer has not was passed over in silence
+    dtype = torch.float64 if WORLD.rank == WORLD.size - 1 else None
+    with pytest.raises(ms.LayoutError, match="as dtype= says") as e:
+        ms.io.read(folder / "a.h5", "a", mesh, placements, out=kept, dtype=dtype)
+    same_on_all(e)
+
+
+@pytest.mark.parametrize("mode", ["r", "r+"])
+def test_a_file_that_this_process_has_open(mesh, folder, mode):
+    """The text says what to close: HDF5 opens no file in two ways, and nothing is wrong with this one."""
+    full = values((6, 5))
+    ms.io.write(folder / "a.h5", {"a": sharded(full, mesh)}, backend="root")
+    with h5py.File(folder / "a.h5", mode) if WORLD.rank == 0 else contextlib.nullcontext():
+        with pytest.raises(FileError, match="close it where this process has it open") as e:
+            ms.io.read(folder / "a.h5", "a", mesh, (ms.Shard(0),) * mesh.ndim, backend="root")
+        same_on_all(e)
+        if mode == "r":
+            with pytest.raises(FileError, match="close it where this process has it open") as e:
+                ms.io.write(folder / "a.h5", {"a": sharded(full, mesh)}, append="time")
+            same_on_all(e)
+    WORLD.Barrier()
+    x = ms.io.read(folder / "a.h5", "a", mesh, (ms.Shard(0),) * mesh.ndim)
+    assert torch.equal(x.full_tensor(), full)
+
+
+def test_a_dataset_without_cells(mesh, folder):
+    store(folder / "a.h5", a=(h5py.Empty("f4"), {}))
+    with pytest.raises(FileError, match=r"'a' in .* has no cells") as e:
+        ms.io.read(folder / "a.h5", "a", mesh, (ms.Shard(0), ms.Shard(1)))
+    same_on_all(e)
 
 
 @pytest.mark.parametrize("backend", READERS)

@@ -153,12 +153,19 @@ def not_opened(path: Path, e: Exception) -> FileError:
         if magic in _NETCDF3:
             got = "a netCDF-3 file (the classic format), which is not HDF5"
             fix = "convert it once: nccopy -k netCDF-4 in.nc out.nc"
+        elif _is_open_here(e):
+            fix = "close it where this process has it open, or open it there with h5py.File(path, locking=False)"
     return FileError(
         f"read: cannot open {told(path)!r}",
         expected="an HDF5 (or netCDF-4) file that every rank can read",
         got=got,
         fix=fix,
     )
+
+
+def _is_open_here(e: Exception) -> bool:
+    """Tell whether HDF5 refused a file that this process has open in another way."""
+    return isinstance(e, OSError) and ("flag values don't match" in str(e) or "file is already open" in str(e))
 
 
 def found(file: Any, path: Path, name: str, *, external: bool = False, looked: bool = False) -> Any:
@@ -188,7 +195,14 @@ def found(file: Any, path: Path, name: str, *, external: bool = False, looked: b
             if _grows(dataset):
                 # HDF5 opens its sources to tell how long it is
                 check_sources(dataset, path, external=external)
-            if dataset.shape is not None and max(dataset.shape, default=0) <= _MOST_CELLS:
+            if dataset.shape is None:
+                raise FileError(
+                    f"read: {shown(name)} in {told(path)!r} has no cells",
+                    expected="a dataset with a shape",
+                    got="a null dataspace (h5py.Empty)",
+                    fix="name another dataset",
+                )
+            if max(dataset.shape, default=0) <= _MOST_CELLS:
                 return dataset
     except MpishardError:
         raise
@@ -461,12 +475,15 @@ def closed(path: Path, name: str) -> FileError:
 
 def not_written(path: Path, e: Exception) -> FileError:
     """Return the error for a file that cannot be written. Not collective."""
+    fix = "make the folder, or choose another one"
+    # what h5py says of arguments: of the file and its folder it says OSError or RuntimeError
+    if isinstance(e, (TypeError, ValueError, LookupError)):
+        fix = "give what this is about otherwise: a name, an attribute or an option"
+    elif _is_open_here(e):
+        fix = "close it where this process has it open"
     return FileError(
         f"write: cannot write {told(path)!r}",
         expected="a folder that can be written to, room in it, and names, attributes and options that HDF5 takes",
         got=f"{type(e).__name__}: {e}",
-        # what h5py says of arguments: of the file and its folder it says OSError or RuntimeError
-        fix="give what this is about otherwise: a name, an attribute or an option"
-        if isinstance(e, (TypeError, ValueError, LookupError))
-        else "make the folder, or choose another one",
+        fix=fix,
     )
