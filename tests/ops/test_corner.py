@@ -322,3 +322,10 @@ def test_options_of_random_tensors_are_read():
         assert draw(x, memory_format=torch.preserve_format, dtype=torch.float32).dtype == torch.float32
         with pytest.raises(ms.UnsupportedOperationError, match="another device"):
             draw(x, device="meta")
+
+
+@pytest.mark.parametrize("repeats", [2.5, True, [2]], ids=str)
+def test_repeats_that_are_no_number(repeats):
+    x = ms.ones(4, 3, mesh=ms.init_mesh((-1,), ("y",)), placements=(ms.Shard(0),))
+    with pytest.raises(TypeError, match="repeat_interleave"):
+        x.repeat_interleave(repeats, 0)

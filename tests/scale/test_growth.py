@@ -47,6 +47,7 @@ GROWING: dict[tuple[str, str], tuple[int, int]] = {
     # blocks of 4 cells have one or two results, in no runs: a number for each, in numpy
     ("conv3d, in steps of 3", "1-D"): (250_000, 800_000),
     ("max_pool3d, in steps of 3", "1-D"): (250_000, 4_000_000),
+    ("adaptive_avg_pool3d, of unequal windows", "1-D"): (250_000, 800_000),
     # sizes and borders of all blocks, in numpy
     ("rebalance", "1-D"): (250_000, 4_000_000),
     # cuts of 65,536 blocks, and what each has cost, four times
@@ -316,6 +317,10 @@ CASES = {
     "conv_transpose3d": on_field(lambda x: F.conv_transpose3d(x, weight(8, 8, 3, 3, 3), stride=2, padding=1)),
     "max_pool3d": on_field(lambda x: F.max_pool3d(x, 2)),
     "adaptive_avg_pool3d, to one cell": on_field(lambda x: F.adaptive_avg_pool3d(x, 1)),
+    # windows of two lengths, of which the shorter are filled
+    "adaptive_avg_pool3d, of unequal windows": on_field(
+        lambda x: F.adaptive_avg_pool3d(x, [n // 8 * 3 for n in x.shape[2 : 2 + x.mesh.ndim]] + [1] * (3 - x.mesh.ndim))
+    ),
     "avg_pool3d, overlapping": on_field(lambda x: F.avg_pool3d(x, 3, 2, 1)),
     "interpolate, trilinear": on_field(lambda x: F.interpolate(x, scale_factor=2, mode="trilinear")),
     "interpolate, by 1.5": on_field(lambda x: F.interpolate(x, scale_factor=1.5, mode="trilinear")),
@@ -331,6 +336,9 @@ CASES = {
     "slice, strided": on_field(lambda x: x[:, :, ::2]),
     "difference": on_field(lambda x: torch.diff(x, dim=2)),
     "dropout": on_field(F.dropout),
+    "repeat_interleave": on_field(lambda x: x.repeat_interleave(2, 2)),
+    "argmax": on_field(torch.argmax),
+    "embedding": on_field(lambda x: F.embedding(x.long(), weight(5, 3))),
     "cumsum": on_field(lambda x: x.cumsum(2)),
     "roll": on_field(lambda x: torch.roll(x, 3, 2)),
     # what is kept is a number for each row of the block: of few channels, few

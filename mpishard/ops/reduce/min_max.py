@@ -215,7 +215,7 @@ def _arg_rule(func: Callable[..., Tensor], largest: bool) -> Callable[..., Shard
         def find(t: Tensor) -> Tensor:
             if t.numel():
                 at = func(t)
-                value, index = t.flatten()[at], _flat_position(x, at)
+                value, index = t.take(at), _flat_position(x, at)
             else:
                 value = t.new_full((), worst(t.dtype, largest))
                 index = torch.full((), _NOWHERE, device=value.device)

@@ -89,7 +89,9 @@ def _unnamed() -> UnsupportedOperationError:
 
 
 def in_range(index: Tensor, start: int, stop: int) -> bool:
-    """Tell whether all of an index lies in ``[start, stop)``. Not collective."""
+    """Tell whether all of an index lies in ``[start, stop)``; one without values, of a plan, does. Not collective."""
+    if index.is_meta:
+        return True
     return not index.numel() or (start <= int(index.min()) and int(index.max()) < stop)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.use import use
-from mpishard.layout import Placement, Replicate, Shard, bounds, layout_of
+from mpishard.layout import Placement, Replicate, Shard, bounds, layout_of, scaled
 from mpishard.ops.rule.dim import ints, normal_dim, plain, resized, settled, whole_along
 from mpishard.ops.shape.cat import cat
 from mpishard.tensor.operand import mesh_of, on_mesh, resolved
@@ -64,17 +64,24 @@ def repeat_interleave(
     d = normal_dim(dim, x.ndim)
     layout = x.sharding
     n = layout.shape[d]
-    counts = (repeats if isinstance(repeats, Tensor) else torch.tensor(repeats, device="cpu")).reshape(-1)
+    if not isinstance(repeats, Tensor):
+        torch.zeros(0, device="cpu").repeat_interleave(repeats, 0)  # torch's own error of what is no number
+        repeats = torch.tensor(repeats, device="cpu")
+    counts = repeats.reshape(-1)
     if counts.numel() not in (1, n):
         raise RuntimeError("repeats must have the same size as input along dim")
     if counts.numel() and int(counts.min()) < 0:
         raise RuntimeError("repeats can not be negative")
-    ends = bounds(tuple(counts.expand(n).tolist()))
     cut = layout.sizes[d]
+    # one number for all cells: by formula, as the extent may be that of all ranks
+    ends = (0, n * int(counts)) if counts.numel() == 1 else bounds(tuple(counts.tolist()))
     if output_size not in (None, ends[-1]):
         raise RuntimeError(f"repeat_interleave: output_size {output_size} is not the sum of the repeats, {ends[-1]}")
+    if counts.numel() == 1:
+        out = resized(layout, d, ends[-1], None if cut is None else scaled(cut, int(counts)))
+        return wrap(x.block.repeat_interleave(int(counts), d), out, x.mesh)
     lo, hi = layout.interval(d, x.mesh.coords)
-    mine = counts.expand(n)[lo:hi].to(x.device)
+    mine = counts[lo:hi].to(x.device)
     sizes = None if cut is None else tuple(ends[b] - ends[a] for a, b in zip(bounds(cut)[:-1], bounds(cut)[1:]))
     return wrap(x.block.repeat_interleave(mine, d), resized(layout, d, ends[-1], sizes), x.mesh)
 

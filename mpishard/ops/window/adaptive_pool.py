@@ -199,7 +199,11 @@ def _cuts(g: Adaptive, cells: tuple[int, int], interval: tuple[int, int], device
     longest = max(own)
     index = start[:, None] + torch.arange(longest, device=device)
     inside = index < stop[:, None]
-    spare = (~inside).flatten().nonzero().squeeze(1) if min(own) < longest else None
+    spare = None
+    if min(own) < longest:
+        # by numbers of the host: a planning mesh's device has none
+        beyond = torch.arange(longest, device="cpu") >= torch.tensor(own, device="cpu")[:, None]
+        spare = beyond.flatten().nonzero().squeeze(1).to(device)
     return Cuts(index * inside, inside, torch.tensor(lengths, device=device), spare)
 
 
