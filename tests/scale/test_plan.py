@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -324,6 +325,22 @@ def test_command(capsys, tmp_path):
     assert "reductions" in figure.read_text()
     assert main(["plan", UNET, *SMALL, "--mesh", "2x2"]) == 0
     assert "efficiency" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said", "parts"),
+    [
+        ("256x1x256", r"of the (\d+) ms of a step the GPU computes (\d+)", ("seconds", "compute")),
+        ("64x32x32", r"waits for its host longer, (\d+) of (\d+) ms", ("host", "seconds")),
+    ],
+)
+def test_what_the_page_says_of_the_largest_mesh(mesh, said, parts, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    assert main(["plan", UNET, "--shape", "1x1x4096x4096x4096", "--mesh", mesh, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)[0]
+    told = re.search(said, page).groups()
+    times = planned["parts"] | {"seconds": planned["seconds"]}
+    assert [int(t) for t in told] == pytest.approx([1000 * times[part] for part in parts], rel=0.05, abs=0.5)
 
 
 def test_a_figure_of_ranks_that_have_a_mesh(capsys, tmp_path):
