@@ -41,9 +41,6 @@ LIMITS = {"3-D": (250_000, 100_000), "2-D": (250_000, 100_000), "1-D": (250_000,
 
 # where one dim has all ranks, and a plan has a number for each: what it may take (50 ms are 2,500,000 bytecodes)
 GROWING: dict[tuple[str, str], tuple[int, int]] = {
-    # extents of all come, and are looked at
-    ("from_local, infer", "1-D"): (2_500_000, 100_000),
-    ("HaloExchanger", "1-D"): (2_500_000, 100_000),
     # blocks of 4 cells have one or two results, in no runs: a number for each, in numpy
     ("conv3d, in steps of 3", "1-D"): (250_000, 800_000),
     ("max_pool3d, in steps of 3", "1-D"): (250_000, 4_000_000),
