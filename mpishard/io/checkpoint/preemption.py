@@ -34,7 +34,7 @@ class preemption:  # noqa: N801 (reads as a statement: `with preemption(mesh) as
     signals
         What to notice.
     exit_code
-        For `sys.exit`, after the checkpoint: what a job script takes as "submit me again".
+        For `sys.exit`, after the checkpoint: what a job script takes as "submit me again". Up to 255.
 
     Attributes
     ----------
@@ -81,6 +81,15 @@ class preemption:  # noqa: N801 (reads as a statement: `with preemption(mesh) as
                 expected="the main thread, and a sequence of signals that can be caught",
                 got=f"{self._signals!r} ({e})",
                 fix="enter it in the main thread; signals=(signal.SIGUSR1,)",
+            )
+        if error is None and (
+            not isinstance(self.exit_code, int) or type(self.exit_code) is bool or not 0 <= self.exit_code <= 255
+        ):
+            error = MpishardError(
+                "preemption: exit_code is none",
+                expected="an integer from 0 to 255, of which a system keeps 8 bits",
+                got=repr(self.exit_code),
+                fix="leave it out for 75, which job scripts of mpishard take as: again",
             )
         try:
             first_agreement(self._group.comm, error)

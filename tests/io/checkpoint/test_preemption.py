@@ -106,3 +106,15 @@ def test_no_mesh():
     for wrong in (5, "mesh", WORLD):
         with pytest.raises(ms.MeshError, match="preemption: mesh= is no mesh"):
             ms.io.preemption(wrong)
+
+
+@pytest.mark.parametrize("code", ["75", 256, -1, True], ids=repr)
+def test_codes_that_no_program_ends_with(code):
+    """256 would be 0 to the job script, which takes that for done."""
+    before = signal.getsignal(signal.SIGUSR1)
+    with (
+        pytest.raises(MpishardError, match="exit_code"),
+        ms.io.preemption(exit_code=code if WORLD.rank == SIZE - 1 else 75),
+    ):
+        pass
+    assert signal.getsignal(signal.SIGUSR1) == before
