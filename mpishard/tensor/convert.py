@@ -55,7 +55,7 @@ def from_local(
 ) -> ShardTensor:
     """Make a ShardTensor of the blocks that the ranks hold; no copy, differentiable.
 
-    Collective with ``"infer"``, else not collective.
+    Collective with ``"infer"``, else not collective (what the ranks say is compared the first time that it occurs).
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def from_local(
         One placement per mesh dim; `Replicate` where not given.
     sharding_shapes
         ``"infer"``: block sizes are gathered and checked; ``"chunk"``: every rank's block has the size of this
-        one (unchecked); or the sizes, as ``{mesh_dim: sizes along it}`` (where several mesh dims shard one
+        one; or the sizes, as ``{mesh_dim: sizes along it}`` (where several mesh dims shard one
         tensor dim: one size per rank, under the first of them).
     run_check
         Whether blocks along `Replicate` dims become those of the first rank, in place (collective).
@@ -104,8 +104,8 @@ def from_local(
             error = e
         layout, gapped = inferred(local, mesh, placements, error)
     else:
-        local = shared("from_local", local)
-        layout, gapped = told(local, mesh, placements, sharding_shapes), False
+        gapped = False
+        local, layout = told(local, mesh, placements, sharding_shapes)
     if 1 in local.shape and local.is_contiguous() and not local.requires_grad:
         # steps that do not count, of a row in a larger array, would tell this rank alone of gaps
         local = local.view(local.shape)

@@ -15,6 +15,7 @@ from mpishard.comm.collective.gather_sizes import are_alike, digest, first_misfi
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import LayoutError, MpishardError, described
 from mpishard.layout import Layout, as_placements, bounds, layout_of
+from mpishard.tensor.foreign import shared
 
 _DTYPES = [d for d in vars(torch).values() if isinstance(d, torch.dtype)]
 
@@ -104,8 +105,29 @@ def unknown(sharding_shapes: Any) -> LayoutError:
     )
 
 
-def told(local: Tensor, mesh: CartMesh, placements: Any, sharding_shapes: Any) -> Layout:
-    """Return the layout of blocks by what the caller says of their sizes. Not collective."""
+def told(local: Tensor, mesh: CartMesh, placements: Any, sharding_shapes: Any) -> tuple[Tensor, Layout]:
+    """Return this rank's block, and the layout of all by what the caller says of their sizes.
+
+    Collective the first time that a layout occurs: ranks that were told different ones would compute on, each on a
+    tensor of its own.
+    """
+    error: MpishardError | None = None
+    key: tuple[Any, ...] = ("from_local", None)
+    try:
+        local = shared("from_local", local)
+        key = "from_local", _told(local, mesh, placements, sharding_shapes), local.dtype, local.requires_grad
+    except MpishardError as e:
+        error = e
+
+    def checked() -> Layout:
+        if error is not None:
+            raise error
+        return key[1]  # type: ignore[no-any-return]
+
+    return local, mesh.plan(key, checked)
+
+
+def _told(local: Tensor, mesh: CartMesh, placements: Any, sharding_shapes: Any) -> Layout:
     own = as_placements(placements, mesh.ndim, local.ndim)
     probe = layout_of(mesh.shape, own, (0,) * local.ndim)
     shape, sizes = list(local.shape), {}

@@ -85,6 +85,31 @@ def test_from_local_three_ways():
 
 
 @pytest.mark.ranks(2, 3, 4)
+def test_ranks_that_are_told_different_sizes_raise_everywhere():
+    mesh = mesh_of((-1,))
+    odd, n = mesh.rank == mesh.size - 1, mesh.size
+    ms.ShardTensor.from_local(torch.zeros(2, 3), mesh, (ms.Shard(0),), "chunk")
+    for block, placement, told, error, text in (
+        (torch.zeros(5 + odd, 3), ms.Shard(0), "chunk", ms.DesyncError, "ranks made different calls"),
+        (torch.zeros(5 + odd, 3), ms.Replicate(), "chunk", ms.DesyncError, "ranks made different calls"),
+        (
+            torch.zeros(5, 3, requires_grad=bool(odd)),
+            ms.Shard(0),
+            "chunk",
+            ms.DesyncError,
+            "ranks made different calls",
+        ),
+        (torch.zeros(5, 3).to(torch.int if odd else torch.int8), ms.Shard(0), "chunk", ms.DesyncError, "torch.int32"),
+        (torch.zeros(5, 3), ms.Shard(0), {0: (5 - odd, *(5,) * (n - 1))}, ms.DesyncError, "ranks made different calls"),
+        (torch.zeros(5 + odd, 3), ms.Shard(0), {0: (5,) * n}, ms.LayoutError, "does not fit the given sizes"),
+        (torch.zeros(5, 3), ms.Shard(0), {"q" if odd else 0: (5,) * n}, ms.MeshError, "no such mesh dim"),
+        (None if odd else torch.zeros(5, 3), ms.Shard(0), "chunk", ms.UnsupportedOperationError, "no block"),
+    ):
+        with pytest.raises(error, match=text):
+            ms.ShardTensor.from_local(block, mesh, (placement,), told)
+
+
+@pytest.mark.ranks(2, 3, 4)
 def test_blocks_that_disagree_raise_everywhere():
     mesh = mesh_of((-1,))
     odd = mesh.rank == mesh.size - 1
