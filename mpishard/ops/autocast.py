@@ -22,7 +22,7 @@ from mpishard.tensor.registry import RULES, spellings
 _CAST = (*HALVES, torch.float32)
 # for which torch has kernels on every device
 _EVERYWHERE = (torch.float32, torch.float64)
-# called with the tensors that autocast may cast, and with all arguments
+# called with the tensors, and with all arguments
 Probe = Callable[..., Tensor]
 
 
@@ -84,7 +84,8 @@ for _name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
 
 _ONE_CELL = [(own,) for n in (1, 2, 3) for own in (1, (1,) * n, [1] * n)]
 
-# calls whose dtypes torch does not refuse
+# calls whose dtypes torch does not refuse; strings are the caller's
+_MOST_TAKEN = 4096
 _taken: set[Any] = set()
 
 
@@ -107,6 +108,8 @@ def _require_taken(name: str, probe: Probe, args: Sequence[Any], kwargs: dict[st
             raise
     except Exception:  # noqa: BLE001 (of other arguments, which the rule looks at)
         pass
+    if len(_taken) >= _MOST_TAKEN:
+        _taken.clear()
     _taken.add(key)
 
 
@@ -122,8 +125,8 @@ def _in_autocast(rule: Callable[..., Any], name: str, probe: Probe) -> Callable[
             if not args or getattr(args[0], "dtype", None) not in _EVERYWHERE:
                 _require_taken(name, probe, args, kwargs)
             return rule(*args, **kwargs)
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.dtype in _CAST]
-        if not tensors or not autocast_enabled(tensors[0].device.type):
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if not any(t.dtype in _CAST for t in tensors) or not autocast_enabled(tensors[0].device.type):
             return rule(*args, **kwargs)
         with torch.no_grad():
             dtype = probe(tensors, *args, **kwargs).dtype

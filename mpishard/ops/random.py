@@ -435,6 +435,7 @@ def gumbel_softmax(logits: Any, tau: float = 1, hard: bool = False, eps: float =
     if not hard:
         return soft
     own = normal_dim(dim, x.ndim)
-    position = torch.arange(x.shape[own], device=x.block.device).view(-1, *[1] * (x.ndim - 1 - own))
+    position = torch.arange(x.shape[own] if x.ndim else 1, device=x.block.device)
+    position = position.view(-1, *[1] * (x.ndim - 1 - own)) if x.ndim else position[0]
     one_hot = (soft.detach().argmax(own, keepdim=True) == position).to(soft.dtype)
     return one_hot - soft.detach() + soft  # straight through

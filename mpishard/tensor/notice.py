@@ -13,7 +13,7 @@ import warnings
 from typing import Any, cast
 
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import GatherWarning, described
+from mpishard.errors import GatherWarning, MeshError, described
 from mpishard.layout import Layout, largest
 from mpishard.tensor.registry import name_of
 
@@ -28,20 +28,18 @@ def limit_nbytes() -> float:
 
     Raises
     ------
-    ValueError
+    MeshError
         The variable is set to something else than a number.
     """
     text = os.environ.get(VARIABLE, "")
     try:
         limit = int(text) if text else DEFAULT_NBYTES
     except ValueError:
-        raise ValueError(
-            described(
-                f"{VARIABLE} is not a number",
-                expected="a size in bytes; 0: warn of every gather; -1: of none",
-                got=text,
-                fix=f"export {VARIABLE}={DEFAULT_NBYTES}",
-            )
+        raise MeshError(
+            f"{VARIABLE}: unknown value",
+            expected="a size in bytes; 0: warn of every gather; -1: of none",
+            got=repr(text),
+            fix=f"export {VARIABLE}={DEFAULT_NBYTES}",
         ) from None
     return limit if limit >= 0 else math.inf
 

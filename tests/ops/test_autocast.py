@@ -86,6 +86,8 @@ ROWWISE = {
     "embedding": lambda x: F.embedding(LABELS, x),
     "embedding_bag": lambda x: F.embedding_bag(LABELS.view(1, -1), x),
     "prelu": lambda x: F.prelu(x, plain(1)),
+    "cosine_similarity of two dtypes": lambda x: F.cosine_similarity(x, x.double() + 1),
+    "triplet_margin_loss of two dtypes": lambda x: F.triplet_margin_loss(x, x.double() + 1, x * 2),
     "gelu": F.gelu,
     "glu": lambda x: F.glu(x, 1),
     "exp": lambda x: x.exp(),

@@ -156,6 +156,8 @@ def attend(
     enable_gqa: bool = False,
 ) -> ShardTensor:
     """Attend with any number of masks, all of which hold. As `scaled_dot_product_attention`."""
+    if not 0 <= dropout_p <= 1:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
     operands = [_cast(x) for x in (query, key, value, *masks)]
     mesh, locals_, layouts = blocks_of(operands)
     dtypes = tuple(x.dtype for x in locals_)

@@ -380,6 +380,12 @@ def along(name: str, x: Any, dim: int, index: Any) -> tuple[Any, ...]:
     return (*(slice(None),) * normal_dim(dim, x.ndim), index if index.ndim else index.reshape(1))
 
 
+def require_long(name: str, index: Any) -> None:
+    """Refuse the integers that torch refuses. Not collective."""
+    if index.dtype != torch.int64:
+        raise RuntimeError(f"{name}(): Expected a long tensor for index, but got {index.dtype}")
+
+
 def _not_negative(index: Any, mesh: CartMesh) -> Any:
     def looked_at(index: Tensor) -> Tensor:
         if index.numel() and int(index.min()) < 0:

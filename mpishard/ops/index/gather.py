@@ -12,6 +12,7 @@ from torch import Tensor
 from mpishard.autograd.use import use
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of, sizes_of
 from mpishard.ops.index import added
+from mpishard.ops.index.advanced import require_long
 from mpishard.ops.rule.agreement import agreed, blank, in_range
 from mpishard.ops.rule.dim import (
     CACHED,
@@ -130,6 +131,7 @@ def take_along_dim(input: Any, indices: Any, dim: int | None = None) -> ShardTen
     """Pick cells along a dim; the other dims of tensor and index broadcast. As `gather`."""
     if dim is None:
         return gather(input.reshape(-1), 0, indices.reshape(-1))
+    require_long("take_along_dim", indices)
     d = normal_dim(dim, input.ndim)
     if input.ndim != indices.ndim:
         raise RuntimeError(

@@ -22,6 +22,7 @@ from mpishard.ops.index.advanced import (
     mesh_dims_of,
     owned_cells,
     points_of,
+    require_long,
     result_of,
     sole,
     split_index,
@@ -191,6 +192,7 @@ def index_add_(self: ShardTensor, dim: int, index: Any, source: Any, *, alpha: A
 @into_plain(torch.Tensor.index_copy_)
 def index_copy_(self: ShardTensor, dim: int, index: Any, source: Any) -> ShardTensor:
     """Write cells along a dim, in place. Collective where the source must travel."""
+    require_long("index_copy_", index)
     source = source if source.ndim or self.ndim != 1 else source.reshape(1)
     cells, source = _slices("index_copy_", self, dim, index, source)
     put(cells, along("index_copy_", cells, dim, index), source)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.use import use
-from mpishard.ops.index.advanced import picked
+from mpishard.ops.index.advanced import picked, require_long
 from mpishard.ops.index.getitem import setitem
 from mpishard.ops.index.index_put import put
 from mpishard.ops.rule.agreement import checked, in_range
@@ -130,6 +130,7 @@ def _first(x: Tensor) -> Tensor:
 def take(input: Any, index: Any) -> Any:
     """Pick cells of the flattened tensor. Collective where it is sharded; a sharded index needs it whole."""
     require_dtype(input, _first)
+    require_long("take", index)
     flat = gathered(input) if isinstance(index, ShardTensor) else input
     if not index.ndim:
         return picked(flat.reshape(-1), index.reshape(1)).reshape(())
@@ -140,6 +141,7 @@ def take(input: Any, index: Any) -> Any:
 @into_plain(torch.Tensor.put_)
 def put_(self: ShardTensor, index: Any, source: Any, accumulate: bool = False) -> ShardTensor:
     """Write cells of the flattened tensor, in place. Collective where index or source is sharded: it is gathered."""
+    require_long("put_", index)
     index, source = plain(index), plain(source)
     if index.numel() != source.numel():
         raise RuntimeError(

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpishard.layout import layout_of
-from mpishard.ops.rule.dim import gathered, kept, normal_dim, require_dtype
+from mpishard.ops.rule.autocast import autocast_enabled
+from mpishard.ops.rule.dim import gathered, ints, kept, normal_dim, require_dtype
 from mpishard.ops.rule.empty_block import scanned
 from mpishard.ops.rule.whole import whole
 from mpishard.tensor.operand import resolved
@@ -215,7 +216,7 @@ implements(torch.Tensor.renorm_, sharded="reduction")(
 @implements(torch.Tensor.sum_to_size, sharded="reduction")
 def sum_to_size(self: ShardTensor, *size: Any) -> Any:
     """Sum over the dims that a smaller shape would broadcast. Collective where they are sharded."""
-    shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
+    shape = ints(size)
     lead = self.ndim - len(shape)
     if lead < 0 or any(n not in (1, m) for n, m in zip(shape, self.shape[lead:])):
         raise RuntimeError(f"size {{{list(shape)}}} is not expandable to size {{{list(self.shape)}}}.")
@@ -224,7 +225,14 @@ def sum_to_size(self: ShardTensor, *size: Any) -> Any:
     return x.sum(dims, keepdim=True) if dims else x
 
 
-implements(torch.linalg.vecdot, sharded="reduction")(lambda x, y, *, dim=-1: (x.conj() * y).sum(dim))
+@implements(torch.linalg.vecdot, sharded="reduction")
+def vecdot(x: Any, y: Any, *, dim: int = -1) -> Any:
+    """Products of vectors along a dim. Collective where it is sharded."""
+    if x.dtype != y.dtype and not autocast_enabled(x.device.type):
+        raise RuntimeError(f"linalg.vecdot: Expected x and y to have the same dtype, but found {x.dtype} and {y.dtype}")
+    return (x.conj() * y).sum(dim)
+
+
 implements(torch.dist, torch.Tensor.dist, sharded="reduction")(
     lambda input, other, p=2: torch.linalg.vector_norm(input - other, float(p))
 )

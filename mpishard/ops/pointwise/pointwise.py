@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from mpishard.autograd.use import used_again
 from mpishard.layout import Layout, Replicate, Shard, layout_of, runs_of, scaled, without_partial
+from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import (
     beside,
     ints,
@@ -379,6 +380,8 @@ def cuda(self: ShardTensor, *_args: Any, **_kwargs: Any) -> ShardTensor:
 @implements(torch.nn.functional.prelu, torch.prelu, torch.Tensor.prelu, sharded="local")
 def prelu(input: ShardTensor, weight: Any) -> ShardTensor:
     """One slope, or one per channel: broadcast along dim 1. Collective where the weight is laid out differently."""
+    if weight.dtype != input.dtype and not autocast_enabled(input.device.type):
+        raise RuntimeError(f"prelu: Type promoting not supported. Got {input.dtype} and {weight.dtype}")
     if weight.ndim > 1:
         raise RuntimeError(f"prelu: Expected `weight` to be a scalar or 1D tensor, but got: ndim = {weight.ndim}")
     if weight.numel() not in (1, input.shape[1] if input.ndim > 1 else 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from mpishard.tensor.shard_tensor import ShardTensor, wrap
 def logsumexp(input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
     """Logarithm of the sum of exponentials, without overflow. Collective where a reduced dim is sharded."""
     dim, keepdim = dim_and_keepdim(args, kwargs, torch.logsumexp)
+    if not keepdim and input.ndim and isinstance(dim, Sequence) and not dim:
+        raise RuntimeError("logsumexp: dim=() needs keepdim=True; name the dims")  # as torch does
     return log_of_sum(resolved(input), dim, keepdim)
 
 

@@ -22,6 +22,8 @@ from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 def _norm(x: Any, p: Any, dim: Any, keepdim: bool, dtype: Any = None) -> ShardTensor:
     """Vector norm over dims. Collective where one of them is sharded."""
+    if isinstance(p, complex):
+        raise RuntimeError("linalg.vector_norm: Expected a non-complex scalar as the order of norm.")
     x = resolved(x)
     plan, local = reduced(x.sharding, dim, keepdim), x.block
     p = 2.0 if p is None else float(p)
@@ -118,6 +120,8 @@ def matrix_norm(
 ) -> ShardTensor:
     """Matrix norms. Collective where matrices are sharded, which the nuclear and spectral ones gather; these always."""
     x = resolved(input)
+    if isinstance(dim, int) or len(dim) != 2:
+        raise RuntimeError(f"linalg.matrix_norm: dim must be a 2-tuple. Got {dim}")
     rows, columns = (normal_dim(d, x.ndim) for d in dim)
     plan = reduced(x.sharding, (rows, columns), keepdim)
     if not plan.over:
@@ -157,7 +161,7 @@ def nuclear_norm(input: Any, dim: Any = (-2, -1), keepdim: bool = False) -> Shar
 def norm(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> ShardTensor:
     """Vector norm, the old spelling. Collective where a reduced dim is sharded."""
     if p == "nuc":
-        return matrix_norm(input, "nuc", (0, 1) if dim is None else dim, keepdim, dtype=dtype)
+        return matrix_norm(input, "nuc", range(input.ndim) if dim is None else dim, keepdim, dtype=dtype)
     return _norm(input, 2 if p in ("fro", None) else p, dim, keepdim, dtype)
 
 
@@ -187,5 +191,5 @@ def _like(t: Tensor, other: ShardTensor, mesh: Any) -> ShardTensor:
 
 implements(torch.frobenius_norm, sharded="reduction")(lambda input, dim, keepdim=False: _norm(input, 2, dim, keepdim))
 implements(F.normalize, sharded="reduction")(
-    lambda input, p=2.0, dim=1, eps=1e-12: input / _norm(input, p, dim, True).clamp_min(eps)
+    lambda input, p=2.0, dim=1, eps=1e-12: input / norm(input, p, dim, True).clamp_min(eps)
 )

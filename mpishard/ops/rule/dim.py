@@ -402,7 +402,7 @@ def _refusal(
 
 def ints(given: tuple[Any, ...]) -> tuple[int, ...]:
     """Return the numbers of a ``*sizes`` argument, which may be one sequence. Not collective."""
-    if len(given) == 1 and not isinstance(given[0], (int, Integral)):
+    if len(given) == 1 and not isinstance(given[0], (int, Integral)) and getattr(given[0], "ndim", 1):
         given = given[0]
     return tuple(map(operator.index, given))
 

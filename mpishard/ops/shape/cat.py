@@ -13,6 +13,7 @@ from mpishard.autograd.redistribute import redistribute
 from mpishard.errors import LayoutError
 from mpishard.layout import Alignment, Layout, align, bounds, layout_of, moved_borders, sizes_of
 from mpishard.ops.rule.dim import CACHED, normal_dim
+from mpishard.tensor.function import block_of
 from mpishard.tensor.operand import blocks_of
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -69,7 +70,7 @@ def plan_stack(operands: tuple[Layout, ...], dim: int) -> Join:
 
 
 def _concatenated(blocks: Sequence[Tensor], dim: int) -> Tensor:
-    if blocks[0].ndim == 1:
+    if all(x.ndim == 1 for x in blocks):
         # torch ends the graph of an empty vector, which old code starts its lists with: on this rank alone
         return torch.cat([x.unsqueeze(1) for x in blocks]).squeeze(1)
     return torch.cat(list(blocks), dim)
@@ -89,18 +90,23 @@ def cat(tensors: Sequence[Any], dim: int = 0, *, axis: int | None = None) -> Sha
     The result is laid out as the first operand that is sharded; along a sharded dim its blocks are balanced.
     """
     # torch skips the empty vectors that old code starts its lists with, but for the dtype
-    cells = [t for t in tensors if tuple(t.shape) != (0,)] or list(tensors)
+    cells, empty = [t for t in tensors if tuple(t.shape) != (0,)] or list(tensors), []
     if len(cells) < len(tensors):
         dtype = reduce(torch.promote_types, (t.dtype for t in tensors))
         cells = [t.to(dtype) for t in cells]
+        # the graph goes on through them
+        empty = [block_of(t).to(dtype) for t in tensors if t.requires_grad and tuple(t.shape) == (0,)]
     dim = dim if axis is None else axis
     if not any(isinstance(t, ShardTensor) for t in cells):
-        return torch.cat(cells, dim)  # type: ignore[return-value]
+        return torch.cat([*empty, *cells], dim)  # type: ignore[return-value]
     for i, t in enumerate(cells):
         if not t.ndim:
             raise RuntimeError(f"zero-dimensional tensor (at position {i}) cannot be concatenated")
     dim = normal_dim(dim, cells[0].ndim)
-    return _joined(_concatenated, plan_cat, cells, dim)
+    out = _joined(_concatenated, plan_cat, cells, dim)
+    if not empty:
+        return out
+    return wrap(_concatenated([*empty, out.block], dim), out.sharding, out.mesh)
 
 
 @implements(torch.stack, sharded="moves")

@@ -124,6 +124,8 @@ def istft(
     end = start + length if length is not None else total - start
     y = F.fold(frames.transpose(1, 2), *geometry)[:, 0, start:end, 0]
     envelope = F.fold((taper * taper)[None, :, None].expand(1, n_fft, count), *geometry)[0, 0, start:end, 0]
+    if center and length is None and not start:
+        envelope = envelope[:0]  # torch cuts half of n_fft off the end, and where that is 0 everything
     if not envelope.numel() or envelope.abs().min() <= 1e-11:
         raise RuntimeError(
             f"istft(...) window overlap add min: {float(envelope.abs().min()) if envelope.numel() else 0}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -219,11 +220,15 @@ def _avg_rule(ndim: int) -> Callable[..., ShardTensor]:
 
 
 def _lp_rule(ndim: int) -> Callable[..., ShardTensor]:
-    average = getattr(F, f"avg_pool{ndim}d")
+    average, largest = getattr(F, f"avg_pool{ndim}d"), getattr(F, f"max_pool{ndim}d")
 
     def lp_pool(
         input: ShardTensor, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False
     ) -> ShardTensor:
+        if norm_type == math.inf:
+            return largest(input.abs(), kernel_size, stride, 0, 1, ceil_mode)
+        if norm_type == -math.inf:
+            return -largest(-input.abs(), kernel_size, stride, 0, 1, ceil_mode)
         mean = average(input.pow(norm_type), kernel_size, kernel_size if stride is None else stride, 0, ceil_mode)
         cells = int(torch.Size(per_dim(kernel_size, ndim)).numel())
         return (torch.sign(mean) * F.relu(torch.abs(mean))).mul(cells).pow(1.0 / norm_type)

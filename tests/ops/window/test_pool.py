@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -80,6 +81,13 @@ def test_avg_pool(case):
 def test_lp_pool(shape, args):
     function = getattr(F, f"lp_pool{len(shape) - 2}d")
     check(lambda x: function(x.abs() + 1, *args), field(*shape), range(len(shape)), 1, second=True)
+
+
+@pytest.mark.parametrize("norm_type", [math.inf, -math.inf])
+@pytest.mark.parametrize("shape", [(2, 3, 11), (2, 2, 8, 7), (1, 2, 5, 6, 4)])
+def test_lp_pool_of_the_largest_cells(shape, norm_type):
+    function = getattr(F, f"lp_pool{len(shape) - 2}d")
+    check(lambda x: function(x, norm_type, 3, 2, True), field(*shape), range(len(shape)), 1)
 
 
 # shape, output size
