@@ -42,6 +42,17 @@ def whole_number(call: str, argument: str, value: Any) -> int:
         raise LayoutError(what, expected="an integer", got=repr(value), fix="give a whole number") from None
 
 
+def require_switches(call: str, mesh: CartMesh, mesh_dims: tuple[int, ...], **switches: Any) -> None:
+    """Raise on every rank unless arguments are True, False or None. Collective as `together` is, where one is not."""
+    for argument, value in switches.items():
+        if value is not None and not isinstance(value, bool):
+            what = f"{call}: {argument}= is of another kind"
+            with together(call, mesh, mesh_dims):
+                raise LayoutError(
+                    what, expected="True or False", got=repr(value), fix="give one of them, or leave it out"
+                )
+
+
 def extents(call: str, argument: str, values: Any) -> tuple[int, ...]:
     """Return extents of blocks as they are kept; raise where there cannot be any. Not collective."""
     if isinstance(values, Iterable):

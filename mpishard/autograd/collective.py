@@ -26,6 +26,7 @@ from mpishard.autograd.argument import (
     require_dense,
     require_mesh,
     require_rank,
+    require_switches,
     tensor_dim,
     together,
     whole_number,
@@ -112,6 +113,10 @@ def all_reduce(
     if type(op) is not str:  # MPI's, such as MPI.SUM, cannot be looked up
         with together("all_reduce", mesh, mesh_dims(mesh, mesh_dim)):
             require("all_reduce", "op", op, str, "name one of sum, avg, prod, max, min")
+    if replicated.__class__ is not bool or not (deterministic is None or deterministic.__class__ is bool):
+        require_switches(
+            "all_reduce", mesh, mesh_dims(mesh, mesh_dim), replicated=replicated, deterministic=deterministic
+        )
     if type(mesh_dim) is list:
         mesh_dim = tuple(mesh_dim)  # hashable
     recorded = x.requires_grad and torch.is_grad_enabled()
@@ -188,6 +193,7 @@ def all_gather(
     with together("all_gather", mesh, dims):
         dim = tensor_dim("all_gather", x, dim)
         given = None if sizes is None else extents("all_gather", "sizes", sizes)
+    require_switches("all_gather", mesh, dims, replicated=replicated, deterministic=deterministic)
     call = (dim, replicated, deterministic, x.dtype, needs_grad(x))
     if given is None:
         every = asked_extents("all_gather", x.shape, dim, call, mesh, dims)
@@ -258,6 +264,7 @@ def reduce_scatter(
     with together("reduce_scatter", mesh, dims):
         dim = tensor_dim("reduce_scatter", x, dim)
         sizes = balanced(x.shape[dim], group.size) if sizes is None else extents("reduce_scatter", "sizes", sizes)
+    require_switches("reduce_scatter", mesh, dims, deterministic=deterministic)
     key = ("reduce_scatter", dims, dim, key_of(sizes), deterministic, x.shape, x.dtype, needs_grad(x))
 
     def build() -> Step:
@@ -398,6 +405,7 @@ def broadcast(
     if type(root) is not int:
         with together("broadcast", mesh, dims):
             root = whole_number("broadcast", "root", root)
+    require_switches("broadcast", mesh, dims, replicated=replicated, deterministic=deterministic)
     key = ("broadcast", dims, root, replicated, deterministic, x.shape, x.dtype, needs_grad(x))
 
     def build() -> Step:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,32 +82,52 @@ def build(
     marks = [_told(cc), _told(fc or []), sys.executable]
     marks += [f"{path.name} {path.stat().st_mtime_ns}" for path in sorted(NATIVE.iterdir())]
     stamp, mark = folder / "built", "\n".join(marks)
-    if not stamp.exists() or stamp.read_text() != mark:
-        for place in (include, lib):
-            place.mkdir(parents=True, exist_ok=True)
-        shutil.copy(NATIVE / "mpishard.h", include)
-        c = [*cc, "-std=c99", "-O2", "-fPIC", "-fvisibility=hidden", f"-I{NATIVE}"]
-        sources = [os.fspath(NATIVE / name) for name in SOURCES]
-        python = [f'-DMPS_PYTHON="{sys.executable}"', os.fspath(NATIVE / "python.c"), "-ldl", "-lm"]
-        for name, rest in (("libmpishard_link.so", []), ("libmpishard.so", python)):
-            _run([*c, "-shared", *sources, *rest, f"-Wl,-soname,{name}", "-o", os.fspath(lib / name)], folder)
-        objects = []
-        if fc is not None:
-            for name in MODULES:
-                _run([*fc, "-O2", "-fPIC", "-c", os.fspath(NATIVE / f"{name}.f90"), "-o", f"{name}.o"], lib)
-                objects.append(f"{name}.o")
-            (lib / "mpishard.mod").replace(include / "mpishard.mod")
-            for left in lib.glob("*.smod"):
-                left.unlink()
-            _check_same(cc, fc, lib)
-        # ar keeps what an archive of another version had besides
-        (lib / "libmpishard_f.a").unlink(missing_ok=True)
-        _run(["ar", "rcs", "libmpishard_f.a", *objects], lib)
-        for name in objects:
-            (lib / name).unlink()
-        stamp.write_text(mark)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone_in(folder):
+        if not stamp.exists() or stamp.read_text() != mark:
+            stamp.unlink(missing_ok=True)  # what follows may fail halfway
+            _compile(folder, cc, fc)
+            stamp.write_text(mark)
     libs = f"-L{lib}", f"-Wl,-rpath,{lib}", "-lmpishard_f", f"-lmpishard{'_link' if link else ''}"
     return Built(shlex.quote(f"-I{include}"), shlex.join(libs))
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Have other processes wait that want to compile into the same folder, where its file system has locks."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _compile(folder: Path, cc: list[str], fc: list[str] | None) -> None:
+    include, lib = folder / "include", folder / "lib"
+    for place in (include, lib):
+        place.mkdir(parents=True, exist_ok=True)
+    shutil.copy(NATIVE / "mpishard.h", include)
+    c = [*cc, "-std=c99", "-O2", "-fPIC", "-fvisibility=hidden", f"-I{NATIVE}"]
+    sources = [os.fspath(NATIVE / name) for name in SOURCES]
+    python = [f'-DMPS_PYTHON="{sys.executable}"', os.fspath(NATIVE / "python.c"), "-ldl", "-lm"]
+    for name, rest in (("libmpishard_link.so", []), ("libmpishard.so", python)):
+        _run([*c, "-shared", *sources, *rest, f"-Wl,-soname,{name}", "-o", os.fspath(lib / name)], folder)
+    objects = []
+    if fc is not None:
+        for name in MODULES:
+            _run([*fc, "-O2", "-fPIC", "-c", os.fspath(NATIVE / f"{name}.f90"), "-o", f"{name}.o"], lib)
+            objects.append(f"{name}.o")
+        (lib / "mpishard.mod").replace(include / "mpishard.mod")
+        for left in lib.glob("*.smod"):
+            left.unlink()
+        _check_same(cc, fc, lib)
+    # ar keeps what an archive of another version had besides
+    (lib / "libmpishard_f.a").unlink(missing_ok=True)
+    _run(["ar", "rcs", "libmpishard_f.a", *objects], lib)
+    for name in objects:
+        (lib / name).unlink()
 
 
 def _wrapper(given: str | None, variable: str, name: str) -> list[str] | None:

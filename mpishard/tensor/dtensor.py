@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
 
@@ -38,11 +39,14 @@ def check_metadata(x: ShardTensor, shape: Any, stride: Any) -> None:
         They differ.
     """
     for name, given, found in (("shape", shape, x.shape), ("stride", stride, x.stride())):
-        if given is not None and tuple(given) != tuple(found):
+        if given is None:
+            continue
+        given = tuple(given) if isinstance(given, Iterable) else given
+        if given != tuple(found):
             raise LayoutError(
                 f"from_local: the global {name} is another",
                 expected=tuple(found),
-                got=tuple(given),
+                got=given,
                 fix=f"leave {name}= out: it is found from the blocks of all ranks",
             )
 

@@ -28,6 +28,10 @@ def inferred(local: Tensor, mesh: CartMesh, placements: Any, error: MpishardErro
     In a loop over time steps the same blocks come again, and one reduction tells all ranks so.
     """
     given = tuple(placements) if isinstance(placements, Iterable) else (placements,)
+    try:
+        hash(given)
+    except TypeError:
+        given = tuple(map(repr, given))  # no placements: refused below, on every rank
     group = mesh.all_ranks
     if guard.DEBUG:
         guard.check(group.comm, "from_local", None, None)

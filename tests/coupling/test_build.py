@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,25 @@ def test_two_mpi_libraries_are_refused(cc, tmp_path):
         with pytest.raises(MpishardError, match=r"of two MPI libraries[\s\S]*libmpi\.so\.99"):
             build(tmp_path / "built", cc, str(other / "mpif90"))
     build(tmp_path / "built", cc, "no Fortran")
+
+
+def test_several_at_once_compile_one_after_the_other(cc, tmp_path, monkeypatch):
+    busy = tmp_path / "busy"
+    alone = f'case "$*" in *" -o "*) mkdir {busy} || exit 1;; esac; {cc} "$@"; code=$?; rmdir {busy} 2>&-; exit $code'
+    monkeypatch.setenv("PATH", script(tmp_path / "bin" / "mpicc", alone), prepend=":")
+    with ThreadPoolExecutor(3) as pool:
+        built = list(pool.map(lambda _: build(tmp_path / "built", mpif90="no Fortran"), range(3)))
+    assert built[0] == built[1] == built[2]
+
+
+def test_what_failed_halfway_is_not_taken_for_the_one_before(cc, tmp_path, monkeypatch):
+    good = script(tmp_path / "good" / "mpicc", f'exec {cc} "$@"')
+    bad = script(tmp_path / "bad" / "mpicc", f'case "$*" in *python.c*) exit 1;; esac; exec {cc} "$@"')
+    library, times = tmp_path / "built" / "lib" / "libmpishard_link.so", []
+    for folder in (good, bad, good):
+        with monkeypatch.context() as patch:
+            patch.setenv("PATH", folder, prepend=":")
+            with pytest.raises(MpishardError, match="a compiler failed") if folder is bad else nullcontext():
+                build(tmp_path / "built", mpif90="no Fortran")
+        times.append(library.stat().st_mtime_ns)
+    assert times[0] < times[1] < times[2]

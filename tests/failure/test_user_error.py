@@ -90,6 +90,22 @@ EVERYWHERE = {
         MESH + "ms.scatter_tensor(torch.ones(4), 0.0, mesh, (ms.Shard(0),))",
         ["LayoutError: scatter_tensor: src= is of another kind", "got:      0.0"],
     ),
+    "switch of another kind on one rank": (
+        MESH + "x = torch.ones(2)\nms.all_reduce(x, mesh)\nms.all_reduce(x, mesh, replicated=[] if rank else True)",
+        ["LayoutError: all_reduce: replicated= is of another kind", "raised on: rank 1 of 2"],
+    ),
+    "switch of another kind, of a broadcast, on one rank": (
+        MESH + "ms.broadcast(torch.ones(2), mesh, deterministic='no' if rank else None)",
+        ["LayoutError: broadcast: deterministic= is of another kind", "raised on: rank 1 of 2"],
+    ),
+    "placements in a list of lists": (
+        MESH + "ms.ShardTensor.from_local(torch.ones(2), mesh, [[ms.Shard(0)]])",
+        ["LayoutError: unknown placement"],
+    ),
+    "placements in a list of lists on one rank": (
+        MESH + "ms.ShardTensor.from_local(torch.ones(2), mesh, [[ms.Shard(0)] if rank else ms.Shard(0)])",
+        ["LayoutError: from_local:"],
+    ),
     "sizes of another kind on one rank": (
         MESH + "ms.scatter_tensor(torch.ones(4), 0, mesh, (ms.Shard(0),), sizes=5 if rank else None)",
         ["LayoutError: sizes of blocks: sizes= is of another kind", "raised on: rank 1 of 2"],
