@@ -147,6 +147,9 @@ REFUSED = {
     "tensor_split, dims": lambda x: x.tensor_split(TWICE[None]),
     "conv, same with a stride": lambda x: F.conv1d(x[:, None], x[:1, None], stride=2, padding="same"),
     "batch_norm, weight": lambda x: F.batch_norm(x, None, None, torch.ones(5).double(), training=True),
+    "batch_norm, training": lambda x: F.batch_norm(x, torch.zeros(4).double(), torch.ones(4).double(), training=None),
+    "glu, dim": lambda x: F.glu(x, True),
+    "softmin, dim": lambda x: F.softmin(x, True),
     "batch_norm, statistics": lambda x: F.batch_norm(x, torch.ones(3), torch.ones(4)),
     "group_norm, weight": lambda x: F.group_norm(x, 2, torch.ones(5).double()),
     "instance_norm, weight": lambda x: F.instance_norm(x[None], weight=torch.ones(4).double()),
@@ -217,17 +220,19 @@ REFUSED = {
     "vander, dims": torch.vander,
     "rrelu, bounds": lambda x: F.rrelu(x, 0.9, 0.1, training=True),
 }
+if RELEASE >= (2, 13):  # torch 2.8 takes it
+    REFUSED["batch_norm, eps"] = lambda x: F.batch_norm(x, None, None, training=True, eps=-1.0)
 if RELEASE < (2, 15):  # later ones have it
     REFUSED["dropout of complex"] = lambda x: F.dropout(x * 1j)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_torch_refuses_is_refused(name):
-    with pytest.raises((RuntimeError, IndexError, NotImplementedError)):
+    with pytest.raises((RuntimeError, IndexError, NotImplementedError, TypeError, ValueError)):
         REFUSED[name](MATRIX.clone())
     for dim, n in enumerate(MATRIX.shape):
         for sizes in (None, {dim: skew(n, WORLD.size)}):
-            with pytest.raises((RuntimeError, IndexError, NotImplementedError)):
+            with pytest.raises((RuntimeError, IndexError, NotImplementedError, TypeError, ValueError)):
                 REFUSED[name](shard(MATRIX, mesh_of((WORLD.size,)), (ms.Shard(dim),), sizes))
 
 

@@ -163,6 +163,24 @@ def torch_batch_norm(
 
 
 @implements(F.batch_norm, sharded="reduction")
+def functional_batch_norm(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> ShardTensor:
+    """Normalise channels by the statistics of the global batch, or by the running ones. Collective in training."""
+    if not isinstance(training, bool):
+        raise TypeError(f"batch_norm(): argument 'training' must be bool, not {type(training).__name__}")
+    if eps < 0 or (training and eps == 0):  # this spelling alone
+        raise ValueError(f"batch_norm eps must be positive, or 0 out of training, but got {eps}")
+    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
 def batch_norm(
     input: Any,
     running_mean: Any,

@@ -27,7 +27,9 @@ R = TypeVar("R", bound=Callable[..., Any])
 
 def normal_dim(dim: int, ndim: int) -> int:
     """Return ``dim`` counted from the front. Not collective."""
-    if not isinstance(dim, int):
+    if dim.__class__ is not int:
+        if isinstance(dim, bool):
+            raise TypeError("a dim must be int, not bool")
         dim = operator.index(dim)
     if -ndim <= dim < ndim:
         return dim % ndim
