@@ -207,9 +207,18 @@ def indexed(x: ShardTensor, key: Key) -> ShardTensor:
         out = viewed(x, local, plan.out, steps=True)
         if plan.gapped:
             out._gapped = None if x._turned else True
+        if x._gapped and _may_close(x, out):
+            out._gapped = None
     if out._gathered_view:
         out._origin = x, AsIndex(_given(key))
     return out
+
+
+def _may_close(x: ShardTensor, part: ShardTensor) -> bool:
+    """Tell whether a part of a view with gaps may have none: of windows that overlap, or of fewer dims."""
+    if x._gathered_view:
+        return x.sharding.shape != part.sharding.shape
+    return sum(n > 1 for n in part.sharding.shape) < sum(n > 1 for n in x.sharding.shape)
 
 
 def write_at(self: ShardTensor, key: Key, value: Any) -> None:

@@ -56,6 +56,26 @@ def overlaps(x: Tensor) -> bool:
     return len(cells.as_strided(x.shape, x.stride(), x.storage_offset()).unique()) < x.numel()
 
 
+def test_a_part_without_gaps_of_a_view_that_has_some():
+    for view in (lambda x: x.unfold(0, 2, 1)[:, 0], lambda x: x.reshape(3, 2)[:, :1].unfold(0, 2, 1)[:1]):
+        x = shard(torch.arange(6.0), mesh_of((WORLD.size,)), (ms.Shard(0),), None)
+        try:
+            view(x).contiguous().add_(100)
+        except UnsupportedOperationError:
+            continue
+        full = torch.arange(6.0)
+        view(full).contiguous().add_(100)
+        torch.testing.assert_close(gathered(x), full)
+    x = shard(torch.arange(16.0).view(4, 4), mesh_of((WORLD.size,)), (ms.Shard(1),), None)
+    full = torch.arange(16.0).view(4, 4)
+    full[:, :3][:1].contiguous().add_(100)
+    try:
+        x[:, :3][:1].contiguous().add_(100)
+    except UnsupportedOperationError:
+        return
+    torch.testing.assert_close(gathered(x), full)
+
+
 def test_writes_into_views_of_views(request):
     for i in range(DRAWS):
         rng = random.Random(request.config.option.seed * 1000 + i)
