@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,10 +97,9 @@ class together:  # noqa: N801 (a statement, as `contextlib.suppress`)
         if not isinstance(error, Exception):
             return
 
-        def build() -> NoReturn:
-            raise error
-
-        self._mesh.plan((self._call, "refused", str(error)), build, self._mesh_dims)
+        # no plan: where calls are compared, the others would be told that they differ, and not of the error
+        ranks = self._mesh.all_ranks if self._mesh_dims is None else self._mesh.group(self._mesh_dims)
+        self._mesh.agree(ranks.comm, error, f"{self._call} is refused")
 
 
 def mesh_dims(mesh: CartMesh, mesh_dim: MeshDims) -> tuple[int, ...]:

@@ -34,13 +34,7 @@ def on_all(mesh: CartMesh, flag: bool, op: str) -> bool:
 
 def most_of(mesh: CartMesh, number: int, op: str) -> int:
     """Return the largest of the ranks' numbers. Collective."""
-    if mesh.size == 1:
-        return number
-    mine, most = np.array([number], np.int32), np.empty(1, np.int32)
-    comm = mesh.all_ranks.comm
-    with guard.waiting(op, (), comm):
-        comm.Allreduce(mine, most, MPI.MAX)
-    return int(most[0])
+    return guard.agree(mesh.all_ranks.comm, None, op, (number, 0))[0]
 
 
 def threads_may_communicate() -> bool:

@@ -99,7 +99,7 @@ def from_local(
         try:
             if not is_text or sharding_shapes != "infer":
                 raise unknown(sharding_shapes)
-            local = shared("from_local", local)
+            local = shared("from_local", local, mesh)
         except MpishardError as e:
             error = e
         layout, gapped = inferred(local, mesh, placements, error)
@@ -183,14 +183,14 @@ def distribute_tensor(
     elif src_data_rank is not None:
 
         def ours() -> tuple[Tensor, int, bool, tuple[Any, ...]]:
-            own = shared("distribute_tensor", tensor)
+            own = shared("distribute_tensor", tensor, mesh)
             src = source_rank(mesh, whole_number("distribute_tensor", "src_data_rank", src_data_rank))
             return own.detach().to(mesh.device), src, own.requires_grad, (tuple(own.shape), own.dtype)
 
         return scattered("distribute_tensor", ours, mesh, placements, sizes, multiple)
     elif not is_plain(tensor) or (tensor.is_meta and mesh.device.type != "meta"):
         with together("distribute_tensor", mesh):
-            tensor = shared("distribute_tensor", tensor)
+            tensor = shared("distribute_tensor", tensor, mesh)
     key = ("distribute_tensor", tuple(tensor.shape), tensor.dtype, *asked(placements, sizes), multiple)
 
     def cut() -> Layout:

@@ -7,16 +7,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from mpishard.autograd.argument import require_plain, valueless
 from mpishard.comm.memory.buffer import uncopied, unfit
+from mpishard.comm.mesh import CartMesh
 from mpishard.errors import MpishardError, UnsupportedDtypeError, UnsupportedOperationError
 
 
-def shared(op: str, array: Any) -> Tensor:
+def shared(op: str, array: Any, mesh: CartMesh) -> Tensor:
     """Return a plain tensor in the memory of an array, or the plain tensor that it is.
 
-    Not collective.
+    Not collective. Only on a planning mesh it may be without values.
 
     Raises
     ------
@@ -27,7 +29,10 @@ def shared(op: str, array: Any) -> Tensor:
     """
     if isinstance(array, Tensor):
         require_plain(op, array)
-        if odd := unfit(array) or uncopied(array) or (valueless(array) if array.is_meta else None):
+        odd = unfit(array) or uncopied(array)
+        if odd is None and array.is_meta and (mesh.device.type != "meta" or is_lazy(array)):
+            odd = valueless(array)
+        if odd:
             raise _unfit(op, *odd)
         return array
     if isinstance(array, np.ma.MaskedArray):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpishard.autograd.argument import together
 from mpishard.comm import guard
 from mpishard.comm.collective.gather_sizes import are_alike, digest, first_misfit, first_unlike, gather_blocks
 from mpishard.comm.mesh import CartMesh, Group
@@ -115,20 +116,10 @@ def told(local: Tensor, mesh: CartMesh, placements: Any, sharding_shapes: Any) -
     Collective the first time that a layout occurs: ranks that were told different ones would compute on, each on a
     tensor of its own.
     """
-    error: MpishardError | None = None
-    key: tuple[Any, ...] = ("from_local", None)
-    try:
-        local = shared("from_local", local)
-        key = "from_local", _told(local, mesh, placements, sharding_shapes), local.dtype, local.requires_grad
-    except MpishardError as e:
-        error = e
-
-    def checked() -> Layout:
-        if error is not None:
-            raise error
-        return key[1]  # type: ignore[no-any-return]
-
-    return local, mesh.plan(key, checked)
+    with together("from_local", mesh):
+        local = shared("from_local", local, mesh)
+        layout = _told(local, mesh, placements, sharding_shapes)
+    return local, mesh.plan(("from_local", layout, local.dtype, local.requires_grad), lambda: layout)
 
 
 def _told(local: Tensor, mesh: CartMesh, placements: Any, sharding_shapes: Any) -> Layout:

@@ -161,6 +161,16 @@ def test_a_planning_mesh_beside_a_real_one():
     assert real.sum().item() == real.numel()
 
 
+@pytest.mark.parametrize("sizes", ["infer", "chunk", {0: (2, 2, 2, 2)}], ids=str)
+def test_blocks_of_a_planning_mesh(sizes):
+    """Rules of users end with them (docs/extending.md)."""
+    x = ms.ones(8, 3, mesh=ms.planning.mesh((4,)), placements=ms.Shard(0), requires_grad=True)
+    y = ms.ShardTensor.from_local(x.to_local() * 2, x.mesh, x.placements, sizes)
+    assert y.sharding is x.sharding
+    y.sum().backward()
+    assert x.grad.sharding == x.sharding
+
+
 def test_values_of_a_planning_mesh():
     x = ms.ones(8, mesh=ms.planning.mesh((4,)), placements=ms.Shard(0))
     for ask in (float, int, bool, torch.Tensor.item, torch.Tensor.tolist):

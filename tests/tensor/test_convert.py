@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import mpishard as ms
+from mpishard.comm import guard
+from mpishard.errors import MpishardError
 from mpishard.layout import balanced, bounds
 from tests.compare import layouts, mesh_of, mesh_shapes, shard, skew
 
@@ -107,6 +109,40 @@ def test_ranks_that_are_told_different_sizes_raise_everywhere():
     ):
         with pytest.raises(error, match=text):
             ms.ShardTensor.from_local(block, mesh, (placement,), told)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("debug", [False, True])
+def test_what_one_rank_gives_wrong_is_told_where_calls_are_compared_too(debug, monkeypatch):
+    monkeypatch.setattr(guard, "DEBUG", debug)
+    mesh = ms.init_mesh((-1,), ("x",))
+    odd, n, block = mesh.rank == mesh.size - 1, mesh.size, torch.zeros(5)
+    for call, error, text in (
+        (lambda: ms.ShardTensor.from_local(block[odd:], mesh, ms.Shard(0), {0: (5,) * n}), ms.LayoutError, "sizes"),
+        (lambda: ms.ShardTensor.from_local(block, mesh, ms.Shard(int(odd)), "chunk"), ms.LayoutError, "do not fit"),
+        (lambda: ms.distribute_tensor([] if odd else block, mesh), ms.UnsupportedOperationError, "no block"),
+        (lambda: ms.ones(4, mesh=mesh, layout=5 if odd else torch.strided), ms.LayoutError, "layout= is of another"),
+        (lambda: ms.all_reduce(block, mesh, op=5 if odd else "sum"), MpishardError, "op"),
+    ):
+        with pytest.raises(error, match=text):
+            call()
+    mesh.free()
+
+
+@pytest.mark.ranks(2, 3)
+def test_sizes_that_one_rank_alone_asks_for():
+    mesh = mesh_of((-1,))
+    odd, block = mesh.rank == mesh.size - 1, torch.zeros(4, 3)
+    for mine, theirs in (("infer", "chunk"), ("chunks", "chunk"), ("infer", {0: (4,) * mesh.size})):
+        with pytest.raises(ms.DesyncError, match="from_local"):
+            ms.ShardTensor.from_local(block, mesh, ms.Shard(0), mine if odd else theirs)
+    x = ms.ShardTensor.from_local(block, mesh, ms.Shard(0))
+    for call in (
+        lambda: x.as_strided((2, 3), (3, 1)),
+        lambda: ms.ShardTensor.from_local(block, mesh, ms.Shard(0)),
+    ):
+        with pytest.raises(ms.DesyncError, match="different calls"):
+            call() if odd else ms.all_reduce(torch.ones(7), mesh)
 
 
 @pytest.mark.ranks(2, 3, 4)

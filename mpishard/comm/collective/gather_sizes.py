@@ -16,6 +16,8 @@ from mpishard.comm.disagreement import digest_of
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.layout import as_block_sizes, repeated
 
+_ROOM = (guard.SLOT_NBYTES - guard.MARK_NBYTES) // 16  # of each number there are two, of 8 bytes
+
 
 def gather_extents(op: str, shape: torch.Size, dim: int, signature: object, group: Group) -> tuple[int, ...]:
     """Return the ranks' extents along ``dim``, of which ``shape`` has this rank's. Collective over the group.
@@ -58,12 +60,21 @@ def asked_extents(
 
 
 def are_alike(op: str, numbers: Sequence[int], group: Group) -> bool:
-    """Tell whether all ranks of a group have the same numbers. Collective over the group, one small reduction."""
-    mine = array("q", (*numbers, *(-n for n in numbers)))
-    most = array("q", bytes(8 * len(mine)))
+    """Tell whether all ranks of a group have the same numbers. Collective over the group, one small reduction.
+
+    Where another rank is in another call, all raise `DesyncError`.
+    """
+    mark = guard.extreme_mark(crc32(op.encode()))
+    if len(numbers) > _ROOM:
+        numbers = (digest(list(numbers)),)
+    count = len(numbers)
+    mine = array("q", (*numbers, *(-n for n in numbers), *(0,) * (2 * (_ROOM - count)), *mark))
+    most = array("q", bytes(guard.SLOT_NBYTES))
     with guard.waiting(op, (), group.comm):
         group.comm.Allreduce((mine, MPI.INT64_T), (most, MPI.INT64_T), MPI.MAX)
-    return not any(a + b for a, b in zip(most[: len(numbers)], most[len(numbers) :]))
+    if tuple(most[-2:]) != mark:
+        raise guard.differing(group.comm, op)
+    return not any(a + b for a, b in zip(most[:count], most[count:]))
 
 
 def gather_blocks(
