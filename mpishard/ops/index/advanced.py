@@ -103,10 +103,10 @@ def _require_integers(index: Tensor) -> None:
 
 def _as_tensor(item: Any, x: ShardTensor) -> Any:
     """Return lists, arrays and booleans as tensors, all on the GPU of the cells of ``x``; everything else as it is."""
-    if isinstance(item, (list, tuple, range)):
-        item = torch.as_tensor(list(item), device="cpu")
-    elif isinstance(item, (np.ndarray, bool, np.bool_)):
-        item = torch.as_tensor(item, device="cpu")
+    if isinstance(item, (list, tuple, range, np.ndarray, bool, np.bool_)):
+        item = torch.as_tensor(list(item) if isinstance(item, (list, tuple, range)) else item, device="cpu")
+        if not item.numel() and item.is_floating_point():
+            item = item.long()  # of nothing; torch refuses such a tensor
     if isinstance(item, Tensor) and item.ndim == 0 and _is_mask(item):
         raise UnsupportedOperationError(
             "indexing with a single boolean",
@@ -116,7 +116,7 @@ def _as_tensor(item: Any, x: ShardTensor) -> Any:
         )
     if isinstance(item, Tensor) and item.ndim and not isinstance(item, ShardTensor):
         item = beside(item, x.block)
-    return item.long() if isinstance(item, Tensor) and not item.numel() and item.is_floating_point() else item
+    return item
 
 
 def points_of(layout: Layout, per_dim: Sequence[Any]) -> Points:
