@@ -171,6 +171,14 @@ def test_blocks_of_a_planning_mesh(sizes):
     assert x.grad.sharding == x.sharding
 
 
+def test_indices_without_values():
+    x = ms.ones(8, 3, mesh=ms.planning.mesh((4,)), placements=ms.Shard(0))
+    index = torch.zeros(2, dtype=torch.int64, device="meta")
+    assert x.index_select(1, index).shape == (8, 2)
+    assert x.index_add(1, index, x[:, :2]).shape == (8, 3)
+    assert x.repeat_interleave(torch.arange(8), 0).sharding.sizes[0] == (1, 5, 9, 13)
+
+
 def test_values_of_a_planning_mesh():
     x = ms.ones(8, mesh=ms.planning.mesh((4,)), placements=ms.Shard(0))
     for ask in (float, int, bool, torch.Tensor.item, torch.Tensor.tolist):

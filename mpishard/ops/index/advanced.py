@@ -388,7 +388,7 @@ def require_long(name: str, index: Any) -> None:
 
 def _not_negative(index: Any, mesh: CartMesh) -> Any:
     def looked_at(index: Tensor) -> Tensor:
-        if index.numel() and int(index.min()) < 0:
+        if index.numel() and not index.is_meta and int(index.min()) < 0:
             raise IndexError("index out of range in self")
         return index
 

@@ -83,7 +83,8 @@ def repeat_interleave(
     lo, hi = layout.interval(d, x.mesh.coords)
     mine = counts[lo:hi].to(x.device)
     sizes = None if cut is None else tuple(ends[b] - ends[a] for a, b in zip(bounds(cut)[:-1], bounds(cut)[1:]))
-    return wrap(x.block.repeat_interleave(mine, d), resized(layout, d, ends[-1], sizes), x.mesh)
+    block = x.block.repeat_interleave(mine, d, output_size=ends[hi] - ends[lo])
+    return wrap(block, resized(layout, d, ends[-1], sizes), x.mesh)
 
 
 @implements(*spellings("meshgrid"), sharded="gathers")
