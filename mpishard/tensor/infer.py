@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +16,7 @@ from mpishard.comm import guard
 from mpishard.comm.collective.gather_sizes import are_alike, digest, first_misfit, first_unlike, gather_blocks
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import LayoutError, MpishardError, described
-from mpishard.layout import Layout, as_placements, bounds, layout_of
+from mpishard.layout import Layout, as_placements, bounds, layout_of, repeated
 from mpishard.tensor.foreign import shared
 
 _DTYPES = [d for d in vars(torch).values() if isinstance(d, torch.dtype)]
@@ -124,12 +125,13 @@ def told(local: Tensor, mesh: CartMesh, placements: Any, sharding_shapes: Any) -
 
 def _told(local: Tensor, mesh: CartMesh, placements: Any, sharding_shapes: Any) -> Layout:
     own = as_placements(placements, mesh.ndim, local.ndim)
-    probe = layout_of(mesh.shape, own, (0,) * local.ndim)
+    # of one rank, for which mesh dims shard each dim: sizes of all ranks would be made for nothing
+    probe = layout_of((1,) * mesh.ndim, own, (0,) * local.ndim)
     shape, sizes = list(local.shape), {}
     for dim, mesh_dims in probe.shard_dims.items():
-        count = len(probe.sizes[dim] or ())
         if isinstance(sharding_shapes, str):
-            sizes[dim] = (local.shape[dim],) * count
+            count = math.prod(mesh.shape[m] for m in mesh_dims)
+            sizes[dim], shape[dim] = repeated(((local.shape[dim], count),)), local.shape[dim] * count
         else:
             given = {mesh.mesh_dim(m): s for m, s in sharding_shapes.items()}
             if mesh_dims[0] not in given:
@@ -140,7 +142,7 @@ def _told(local: Tensor, mesh: CartMesh, placements: Any, sharding_shapes: Any) 
                     fix="give {mesh_dim: sizes} for every mesh dim that shards, or 'infer'",
                 )
             sizes[dim] = _told_sizes(given[mesh_dims[0]], dim)
-        shape[dim] = sum(sizes[dim])
+            shape[dim] = sum(sizes[dim])
     layout = layout_of(mesh.shape, own, shape, sizes)
     expected = layout.local_shape(mesh.coords)
     if expected != tuple(local.shape):

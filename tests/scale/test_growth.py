@@ -176,11 +176,15 @@ def attention(causal, cells=64):
     return case
 
 
-def blocks_told(mesh):
-    """Return a case of blocks whose extents the ranks tell each other, as for `ms.HaloExchanger` too."""
-    mesh = mesh_on("cpu", mesh.shape)
-    block, placements = torch.zeros(1, 2, *(4,) * mesh.ndim), [ms.Shard(2 + d) for d in range(mesh.ndim)]
-    return lambda: ms.ShardTensor.from_local(block, mesh, placements, sharding_shapes="infer")
+def blocks_told(how):
+    """Return a case of blocks whose extents the ranks tell each other, as for `ms.HaloExchanger` too, or know."""
+
+    def case(mesh):
+        mesh = mesh_on("cpu", mesh.shape)
+        block, placements = torch.zeros(1, 2, *(4,) * mesh.ndim), [ms.Shard(2 + d) for d in range(mesh.ndim)]
+        return lambda: ms.ShardTensor.from_local(block, mesh, placements, how)
+
+    return case
 
 
 def on_block(function: Callable[[torch.Tensor, ms.CartMesh], object], rows: int = 1):
@@ -371,7 +375,8 @@ CASES = {
     "mean": on_field(lambda x: x.mean()),
     "softmax": on_field(lambda x: x.softmax(2)),
     "redistribute": turned,
-    "from_local, infer": blocks_told,
+    "from_local, infer": blocks_told("infer"),
+    "from_local, chunk": blocks_told("chunk"),
     "all_gather": on_block(ms.all_gather),
     "all_to_all": on_block(
         lambda x, mesh: ms.all_to_all(x, mesh, mesh.mesh_dim_names[0], split_dim=0, concat_dim=1), 4
