@@ -235,7 +235,7 @@ class CartMesh(DeviceMeshNames):
         )
 
     def __getitem__(self, names: str | int | Sequence[str | int]) -> CartMesh:
-        """Return the sub-mesh of some dims that this rank lies in, always the same object. Not collective.
+        """Return the sub-mesh of some dims that this rank lies in, the same object until that is freed. Not collective.
 
         It shares the communicators of this mesh, and is freed with it.
         """
@@ -250,9 +250,9 @@ class CartMesh(DeviceMeshNames):
             )
         if len(dims) == self.ndim:
             return self
-        if dims not in self._children:
-            self._children[dims] = self._child(dims)
-        return self._children[dims]
+        if (child := self._children.get(dims)) is None or child.freed:
+            child = self._children[dims] = self._child(dims)
+        return child
 
     def _child(self, dims: tuple[int, ...]) -> CartMesh:
         child = object.__new__(CartMesh)

@@ -486,6 +486,8 @@ def test_freed_sub_mesh_leaves_its_mesh():
     with pytest.raises(MeshError, match="mesh used after free"):
         sub.group((0,))
     assert mesh.group((0,)).comm.allreduce(1) == mesh.shape[0]
+    assert mesh["y"].group((0,)).comm.allreduce(1) == mesh.shape[0]
+    assert mesh["y"] is mesh["y"]
 
 
 def test_freeing_gives_every_communicator_back():
