@@ -78,7 +78,10 @@ def unfold_dim(self: ShardTensor, dimension: int, size: int, step: int) -> Shard
     key = ("Tensor.unfold", x.sharding, x.dtype, dim, size, step)
     plan = x.mesh.plans.get(key) or x.mesh.plan(key, lambda: _plan_dim(x, dim, size, step))
     if plan.window is None:
-        return viewed(x, x.block.unfold(dim, size, step), plan.out)
+        out = viewed(x, x.block.unfold(dim, size, step), plan.out)
+        if plan.gapped:  # windows that overlap, or lie apart: a part of them may have no gaps
+            out._turned = True
+        return out
     out = wrap(cropped(apply(plan.window, x.block).unfold(dim, size, step), plan.crops), plan.out, x.mesh)
     out._gathered_view = True
     out._gapped = None if x._turned or x._gapped is None else x._gapped or plan.gapped
