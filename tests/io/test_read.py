@@ -142,7 +142,7 @@ def test_a_file_that_this_process_has_open(mesh, folder, mode):
         same_on_all(e)
         if mode == "r":
             with pytest.raises(FileError, match="close it where this process has it open") as e:
-                ms.io.write(folder / "a.h5", {"a": sharded(full, mesh)}, append="time")
+                ms.io.write(folder / "a.h5", {"a": sharded(full, mesh)}, append="time", backend="root")
             same_on_all(e)
     WORLD.Barrier()
     x = ms.io.read(folder / "a.h5", "a", mesh, (ms.Shard(0),) * mesh.ndim)
