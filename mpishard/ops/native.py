@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpishard.autograd.graph import underivable
 from mpishard.layout import Replicate, Shard
-from mpishard.ops.norm.normalization import batch_norm, group_norm, layer_norm
+from mpishard.ops.norm.normalization import group_norm, layer_norm, torch_batch_norm
 from mpishard.ops.pointwise.pointwise import pointwise
 from mpishard.ops.rule.dim import normal_dim
 from mpishard.ops.rule.reduction import HALVES
@@ -108,7 +108,7 @@ def _native_batch_norm(
 ) -> tuple[Any, Any, Any]:
     """As ``batch_norm``, with mean and 1/std of the batch. Collective in training."""
     x = on_mesh(input, mesh_of((input, weight, bias, mean, var)))
-    y = batch_norm(x, mean, var, weight, bias, training, momentum, eps)
+    y = torch_batch_norm(x, weight, bias, mean, var, training, momentum, eps)
     if not training:
         return y, x.new_empty(0), x.new_empty(0)
     return y, *_moments(x.detach(), (0, *range(2, x.ndim)), eps, False)

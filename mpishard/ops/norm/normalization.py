@@ -159,11 +159,11 @@ def torch_batch_norm(
     cudnn_enabled: bool = True,
 ) -> ShardTensor:
     """Normalise channels by the statistics of the global batch, or by the running ones. Collective in training."""
-    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    return _batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 @implements(F.batch_norm, sharded="reduction")
-def functional_batch_norm(
+def batch_norm(
     input: Any,
     running_mean: Any,
     running_var: Any,
@@ -178,20 +178,12 @@ def functional_batch_norm(
         raise TypeError(f"batch_norm(): argument 'training' must be bool, not {type(training).__name__}")
     if eps < 0 or (training and eps == 0):  # this spelling alone
         raise ValueError(f"batch_norm eps must be positive, or 0 out of training, but got {eps}")
-    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    return _batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
-def batch_norm(
-    input: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
+def _batch_norm(
+    input: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
 ) -> ShardTensor:
-    """Normalise channels by the statistics of the global batch, or by the running ones. Collective in training."""
     mesh = mesh_of((input, weight, bias, running_mean, running_var))
     x = on_mesh(input, mesh)
     if not math.prod(x.shape):
@@ -311,7 +303,7 @@ def instance_norm(
 ) -> ShardTensor:
     """Normalise every channel of every sample. Collective where a spatial dim is sharded."""
     if not use_input_stats:
-        return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     mesh = mesh_of((input, weight, bias, running_mean, running_var))
     x = on_mesh(input, mesh)
     rows = _rows_of(x, x.shape[1])
