@@ -39,6 +39,7 @@ from mpishard.tensor.infer import inferred, told, unknown
 from mpishard.tensor.operand import moved, replicated_layout, resolved
 from mpishard.tensor.scatter import scattered
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
+from mpishard.tensor.strides import gapped_trail
 
 
 @names_device_mesh
@@ -116,7 +117,7 @@ def from_local(
         as_first_rank_has(local, layout, mesh)
     x = ShardTensor(local, layout, mesh)
     if gapped:
-        x._gapped = True
+        x._trail = gapped_trail(layout.shape)
     check_metadata(x, shape, stride)
     return x if grad_placements is None else with_grad_placements(x, local, grad_placements)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +14,7 @@ from mpishard.layout import runs_of
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor
+from mpishard.tensor.strides import is_dense, row_major
 
 # torch's own descriptors and methods, which read only what the wrapper knows
 _OF_LOCAL = (
@@ -59,20 +59,20 @@ def numel(self: ShardTensor) -> int:
 @implements(torch.Tensor.stride, sharded="local")
 def stride(self: ShardTensor, dim: int | None = None) -> Any:
     """Return the strides that the gathered tensor has. Not collective."""
-    shape = self.sharding.shape
-    strides = tuple(reversed([*accumulate((max(1, n) for n in reversed(shape[1:])), lambda a, b: a * b, initial=1)]))
-    strides = strides if shape else ()
+    strides = row_major(self.sharding.shape)
     return strides if dim is None else strides[dim]
 
 
 @implements(torch.Tensor.is_contiguous, sharded="local")
 def is_contiguous(self: ShardTensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
-    """Tell whether the blocks lie in a memory format: the same on every rank. Not collective.
+    """Tell whether the tensor lies in a memory format: the same on every rank. Not collective.
 
     A block of one cell, or none, along a dim in which others have more lies in several formats. Where a rank has one,
-    the answer is that for a new tensor: ``view`` takes all of them.
+    and the tensor is no view, the answer is that for a new tensor: ``view`` takes all of them.
     """
-    own = self.block.is_contiguous(memory_format=memory_format)
+    own = is_dense(self, memory_format)
+    if self._trail is not None:
+        return own
     for n, sizes in zip(self.sharding.shape, self.sharding.sizes):
         if sizes is not None and min(s for s, _ in runs_of(sizes)) < min(n, 2):
             return memory_format is torch.contiguous_format

@@ -31,9 +31,10 @@ from mpishard.errors import MpishardError, UnsupportedOperationError
 from mpishard.layout import Layout
 from mpishard.tensor.function import block_of
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
+from mpishard.tensor.strides import Trail, laid, strides_of
 
-# `_gathered_view`, `_gapped` and `_turned` of a ShardTensor
-Flags = tuple[bool, bool | None, bool | tuple[int, ...]]
+# `_gathered_view` and `_trail` of a ShardTensor
+Flags = tuple[bool, Trail | None]
 Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Sequence[Any]]]
 
 
@@ -55,10 +56,7 @@ class _Output(NamedTuple):
 
 def key_of(inputs: Sequence[Any]) -> tuple[Any, ...]:
     """Return what a program depends on beside shapes and dtypes. Not collective."""
-    own = (
-        (x.sharding, id(x.mesh), x._gathered_view, x._gapped, x._turned) if isinstance(x, ShardTensor) else None
-        for x in inputs
-    )
+    own = ((x.sharding, id(x.mesh), *_flags(x)) if isinstance(x, ShardTensor) else None for x in inputs)
     return (*own, _shared(inputs))
 
 
@@ -118,10 +116,7 @@ class Program:
     def __init__(self, graph: GraphModule, backend: Backend, inputs: Sequence[Any], mesh: CartMesh) -> None:
         self.mesh = mesh
         self._graph = graph
-        self._given = [
-            (x.sharding, (x._gathered_view, x._gapped, x._turned)) if isinstance(x, ShardTensor) else None
-            for x in inputs
-        ]
+        self._given = [(x.sharding, _flags(x)) if isinstance(x, ShardTensor) else None for x in inputs]
         self._outputs: list[_Output] = []
         self._mutates: list[bool] = []
         comm = mesh.all_ranks.comm
@@ -171,9 +166,9 @@ class Program:
                 again = next((i for i, x in enumerate(inputs) if x is y), None)
                 if y._origin is not None and again is None:
                     raise CannotCompileError("a gathered view among the results")
-                self._outputs.append(_Output(y.sharding, again, (y._gathered_view, y._gapped, y._turned)))
+                self._outputs.append(_Output(y.sharding, again, _flags(y)))
             else:
-                self._outputs.append(_Output(None, None, (False, False, False)))
+                self._outputs.append(_Output(None, None, (False, None)))
 
     # -- trace
 
@@ -286,15 +281,20 @@ def _agreed(comm: Any, act: Callable[[], None]) -> None:
         raise CannotCompileError(str(agreed)) from error
 
 
+def _flags(x: ShardTensor) -> Flags:
+    # of x[i] the same for every i
+    return x._gathered_view, None if x._trail is None else laid(x.sharding.shape, strides_of(x))
+
+
 def _flagged(x: ShardTensor, flags: Flags) -> ShardTensor:
-    x._gathered_view, x._gapped, x._turned = flags
+    x._gathered_view, x._trail = flags
     return x
 
 
 def _copy(x: Any) -> Any:
     """Return a leaf of the same values: what the rehearsal writes into is not the caller's."""
     if isinstance(x, ShardTensor):
-        return _flagged(wrap(_copy(x.block), x.sharding, x.mesh), (x._gathered_view, x._gapped, x._turned))
+        return _flagged(wrap(_copy(x.block), x.sharding, x.mesh), _flags(x))
     return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
 

@@ -56,12 +56,9 @@ class ShardTensor(Tensor):
     mesh: CartMesh
     # a view in torch, but a copy here, because cells travelled: writing into it would be lost
     _gathered_view: bool = False
-    # a part of a sharded dim, which in torch has gaps in memory, or blocks that the user cut out of larger arrays: a
-    # block that lies in the part whole does not show them. None: of a view whose dims were turned round, where they do
-    # not tell whether there are gaps
-    _gapped: bool | None = False
-    # of a view whose dims were turned round: which dim each was, where that is known
-    _turned: bool | tuple[int, ...] = False
+    # of a view, and of blocks that the user cut out of larger arrays: how the whole would lie in memory
+    # (`mpishard.tensor.strides`)
+    _trail: tuple[Any, ...] | None = None
     # of a gathered view: the tensor it was taken from, and how (`mpishard.ops.rule.dim`)
     _origin: tuple[ShardTensor, Any] | None = None
     # where another block of the same cells took the place of the first, to which autograd goes back: that one, its
@@ -215,7 +212,7 @@ class ShardTensor(Tensor):
             self.sharding, self.mesh = value.sharding, value.mesh
         # what told of the cells before tells nothing of these
         self._halo, self._origin, self._gathered_view = value._halo, value._origin, value._gathered_view
-        self._gapped, self._turned = value._gapped, value._turned
+        self._trail = value._trail
 
     # -- from and to local and whole tensors; the communicating ones are set by mpishard.tensor.convert
 
@@ -322,10 +319,8 @@ class ShardTensor(Tensor):
         out = wrap(local, self.sharding, self.mesh)
         if self._gathered_view or self.sharding.partial_dims:
             out._gathered_view = True
-        if self._gapped is not False:
-            out._gapped = self._gapped
-        if self._turned:
-            out._turned = self._turned
+        if self._trail is not None:
+            out._trail = self._trail
         return out
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -24,7 +24,6 @@ from mpishard.ops.rule.dim import (
     AsIndex,
     beside,
     normal_dim,
-    on_domain,
     prepare_write,
     require_writable,
     settled,
@@ -37,6 +36,7 @@ from mpishard.ops.rule.dim import (
 from mpishard.tensor.operand import fitted, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
+from mpishard.tensor.strides import trodden
 
 Key = tuple[Any, ...]
 _ALL = (None, None, None)
@@ -64,7 +64,6 @@ class Basic(NamedTuple):
     drop: tuple[int, ...]
     whole: Layout
     out: Layout
-    gapped: bool
 
 
 with warnings.catch_warnings():
@@ -134,7 +133,7 @@ def plan_index(layout: Layout, key: Key, coords: tuple[int, ...]) -> Basic:
     sizes: list[tuple[int, ...] | None] = []
     drop: list[int] = []
     selected: list[int] = []
-    dim, cuts = 0, False
+    dim = 0
     for item in items:
         if item is None:
             local.append(None)
@@ -161,7 +160,6 @@ def plan_index(layout: Layout, key: Key, coords: tuple[int, ...]) -> Basic:
             count = len(range(start, stop, step))
         sources.append(dim)
         shape.append(count)
-        cuts |= cut is not None and count < n
         if cut is None:
             sizes.append(None)
             local.append(slice(start, start + count * step, step))
@@ -174,22 +172,16 @@ def plan_index(layout: Layout, key: Key, coords: tuple[int, ...]) -> Basic:
             local.append(slice(lo, lo + (first[i + 1] - first[i]) * step, step) if sizes[-1][i] else slice(0, 0))
         dim += 1
     base = unsharded(layout, tuple(selected))
-    gapped = cuts and not on_domain(_is_dense, layout.shape, key)
     position = {s: i for i, s in enumerate(sources) if s >= 0}
     placements: list[Placement] = [Shard(position[p.dim]) if type(p) is Shard else p for p in base.placements]
     kept = layout_of(layout.mesh_shape, placements, shape, sizes)
     whole = unsharded(kept, tuple(drop))
-    return Basic(tuple(local), kept, tuple(drop), whole, without(whole, tuple(drop)), gapped)
+    return Basic(tuple(local), kept, tuple(drop), whole, without(whole, tuple(drop)))
 
 
 def _given(key: Key) -> tuple[Any, ...]:
     """Return a basic index as the user gave it. Not collective."""
     return tuple(slice(*i) if type(i) is tuple else i for i in key)
-
-
-def _is_dense(shape: tuple[int, ...], key: Key) -> bool:
-    """Tell whether a basic index of a tensor is a part without gaps. Not collective."""
-    return torch.empty(shape, device="meta")[_given(key)].is_contiguous()
 
 
 def indexed(x: ShardTensor, key: Key) -> ShardTensor:
@@ -199,26 +191,15 @@ def indexed(x: ShardTensor, key: Key) -> ShardTensor:
     local = x.block[plan.local]
     if plan.drop:
         out = wrap(redistribute(local, x.mesh, plan.kept, plan.whole).squeeze(plan.drop), plan.out, x.mesh)
-        out._gathered_view = True
+        out._gathered_view, out._trail = True, trodden(x, "[]", key)
     else:
         if not local.numel():
             with replayed_views():
                 local = x.block[plan.local]
-        out = viewed(x, local, plan.out, steps=True)
-        if plan.gapped:
-            out._gapped = None if x._turned else True
-        if x._gapped and _may_close(x, out):
-            out._gapped = None
+        out = viewed(x, local, plan.out, trodden(x, "[]", key), steps=True)
     if out._gathered_view:
         out._origin = x, AsIndex(_given(key))
     return out
-
-
-def _may_close(x: ShardTensor, part: ShardTensor) -> bool:
-    """Tell whether a part of a view with gaps may have none: of windows that overlap, or of fewer dims."""
-    if x._gathered_view:
-        return x.sharding.shape != part.sharding.shape
-    return sum(n > 1 for n in part.sharding.shape) < sum(n > 1 for n in x.sharding.shape)
 
 
 def write_at(self: ShardTensor, key: Key, value: Any) -> None:
@@ -311,7 +292,8 @@ def unbind(input: ShardTensor, dim: int = 0) -> tuple[ShardTensor, ...]:
     d = normal_dim(dim, input.ndim)
     x = whole_along(settled(input), (d,))
     out = without(x.sharding, (d,))
-    return tuple(viewed(x, part, out, steps=True) for part in x.block.unbind(d))
+    before = (_ALL,) * d
+    return tuple(viewed(x, y, out, trodden(x, "[]", (*before, i)), steps=True) for i, y in enumerate(x.block.unbind(d)))
 
 
 def _parts(x: ShardTensor, dim: int, sizes: Sequence[int]) -> tuple[ShardTensor, ...]:

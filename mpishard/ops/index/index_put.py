@@ -54,7 +54,7 @@ def put(x: ShardTensor, index: Any, value: Any, accumulate: bool = False) -> Non
         _put_at(y, per_dim, value, accumulate)
         write_at(x, basic, y)
     else:
-        _put_at(viewed(x, x.block[plan.local], plan.out), per_dim, value, accumulate)
+        _put_at(viewed(x, x.block[plan.local], plan.out, None), per_dim, value, accumulate)
 
 
 def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool) -> None:

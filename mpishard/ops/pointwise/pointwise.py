@@ -11,24 +11,25 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mpishard.autograd.use import used_again
-from mpishard.layout import Layout, Replicate, Shard, layout_of, runs_of, scaled, without_partial
+from mpishard.layout import Layout, Replicate, Shard, layout_of, scaled, without_partial
 from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import (
     beside,
     ints,
-    is_ordered,
+    join,
     other_device,
     plain,
     prepare_write,
     require_writable,
     settled,
-    viewed,
+    shares_memory,
     written_through,
 )
 from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, replicated_layout, resolved, used_beside
 from mpishard.tensor.out import unfit
 from mpishard.tensor.registry import BLOCKWISE, RULES, implements, name_of, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
+from mpishard.tensor.strides import is_dense, laid, strides_of
 
 _OUT_OF_PLACE = """
 abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan
@@ -214,8 +215,9 @@ def _like_rule(func: Any) -> Callable[..., ShardTensor]:
     return rule
 
 
-def _alias_rule(func: Any) -> Callable[..., Any]:
+def _alias_rule(func: Any, splits: bool = False) -> Callable[..., Any]:
     plain, detaches = _rule(func), func in (torch.detach, torch.Tensor.detach)
+    splits = splits or func in (torch.real, torch.imag)
 
     def rule(x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
         if type(x) is not ShardTensor:
@@ -224,10 +226,12 @@ def _alias_rule(func: Any) -> Callable[..., Any]:
         out = plain(x, *rest, **kwargs)
         if out.block is x.block:
             return x
-        if x._gathered_view:  # it may be a view
+        if splits and x.is_complex():
+            out._trail = laid(x.sharding.shape, tuple(2 * s for s in strides_of(x)))
+        elif x._trail is not None and shares_memory(out.block, x.block):
+            out._trail = x._trail
+        if x._gathered_view and (splits or shares_memory(out.block, x.block)):
             out._gathered_view = True
-        if x._gapped is not False:
-            out._gapped = x._gapped
         if x._halo is not None and detaches:
             out._halo = x._halo
         return out
@@ -237,32 +241,14 @@ def _alias_rule(func: Any) -> Callable[..., Any]:
 
 @implements(torch.Tensor.contiguous, sharded="local")
 def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format) -> ShardTensor:
-    """Return the tensor if its blocks are contiguous, or a copy. Collective where it is Partial."""
+    """Return the tensor itself where torch does, else a copy. Collective where it is Partial."""
     x = settled(input)
+    if x._halo is None and is_dense(x, memory_format):
+        if x._trail is None:
+            join(x, memory_format)
+        return x
     local = x.block.contiguous(memory_format=memory_format)
-    if x._halo is not None or (x._gapped and x.numel() > 1):
-        # a copy in torch, where the block of a rank that is but a row, or that has no gap, may be contiguous
-        return wrap(local.clone(memory_format=memory_format) if local is x.block else local, x.sharding, x.mesh)
-    # a copy in torch, or not, as seen from ranks with cells alone at most
-    if x._gapped is None or (x._gathered_view and _is_unseen(x.sharding)):
-        out = wrap(local.clone(memory_format=memory_format) if local is x.block else local, x.sharding, x.mesh)
-        out._gathered_view = True
-        return out
-    if local is not x.block:
-        return wrap(local, x.sharding, x.mesh)
-    if (1 in local.shape or 0 in local.shape) and not is_ordered(x, memory_format):
-        # in that order only as a dim has one cell here, or none: on other ranks this is a copy
-        return wrap(local.clone(memory_format=memory_format), x.sharding, x.mesh)
-    if x._gathered_view:
-        return viewed(x, local, x.sharding)  # whether torch would copy depends on the tensor that it was taken from
-    return x
-
-
-def _is_unseen(layout: Layout) -> bool:
-    """Tell whether a rank has no cells, and so cannot see how far apart those of others are. Not collective."""
-    if sum(n > 1 for n in layout.shape) < 2:
-        return False
-    return any(s == 0 for sizes in layout.sizes if sizes is not None for s, _ in runs_of(sizes))
+    return wrap(local.clone(memory_format=memory_format) if local is x.block else local, x.sharding, x.mesh)
 
 
 _DIVIDING = """
@@ -329,7 +315,7 @@ for _name in "relu relu6 elu selu celu leaky_relu hardtanh hardswish hardsigmoid
     implements(_func, sharded="local")(_inplace_flag_rule(_func, _rule(_func), _in_place_rule(_func)))
 for _attribute in ("real", "imag"):
     _get = getattr(torch.Tensor, _attribute).__get__
-    implements(_get, sharded="local")(_alias_rule(lambda x, _attribute=_attribute: getattr(x, _attribute)))
+    implements(_get, sharded="local")(_alias_rule(lambda x, _attribute=_attribute: getattr(x, _attribute), True))
 
 
 @implements(torch.Tensor.to, sharded="local")
@@ -339,7 +325,7 @@ def to(self: Any, *args: Any, **kwargs: Any) -> Any:
     kwargs = {k: a.block if isinstance(a, ShardTensor) else a for k, a in kwargs.items()}
     if not isinstance(self, ShardTensor):
         return self.to(*args, **kwargs)
-    self = resolved(self)
+    self = settled(self)
     local = self.block.to(*args, **kwargs)
     if local.device != self.block.device:
         raise other_device(self, local.device)

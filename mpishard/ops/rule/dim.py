@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mpishard.autograd.graph import unseen
 from mpishard.autograd.linear import Step, apply, pair, same
+from mpishard.comm import traced
 from mpishard.comm.memory.buffer import bare
 from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Layout, Replicate, Shard, layout_of
@@ -20,6 +21,7 @@ from mpishard.tensor.notice import notice_gather
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.refusal import without_data
 from mpishard.tensor.shard_tensor import ShardTensor, rebind, wrap
+from mpishard.tensor.strides import Trail, trail_of
 
 CACHED = 65536
 R = TypeVar("R", bound=Callable[..., Any])
@@ -82,6 +84,22 @@ def local_shape(layout: Layout, coords: tuple[int, ...]) -> tuple[int, ...]:
     return layout.local_shape(coords)
 
 
+def join(x: ShardTensor, memory_format: torch.memory_format = torch.contiguous_format) -> None:
+    """Make the block of ``x`` contiguous, as torch's own tensor is, so that views share its memory. Not collective.
+
+    It is cut out of a larger array, by a rule.
+    """
+    if x.block.is_contiguous(memory_format=memory_format):
+        return
+    if x.block.is_leaf and x.block.requires_grad:
+        if traced.recording is None:
+            x.block.data = x.block.data.contiguous(memory_format=memory_format)
+        return
+    with torch.enable_grad():
+        block = x.block.contiguous(memory_format=memory_format)
+    rebind(x, block, x.sharding)
+
+
 def whole_along(x: ShardTensor, dims: tuple[int, ...]) -> ShardTensor:
     """Return ``x`` with ``dims`` whole on every rank. Collective over the mesh dims that shard them."""
     return base_in(x, unsharded(x.sharding, dims)) if any(d in x.sharding.shard_dims for d in dims) else x
@@ -93,52 +111,35 @@ def base_in(x: ShardTensor, layout: Layout) -> ShardTensor:
         return x
     lost = [d for d in x.sharding.shard_dims if d not in layout.shard_dims]
     if all(trivially_sharded(x.sharding, d) for d in lost):
-        return viewed(x, x.block, layout, steps=True)
+        return viewed(x, x.block, layout, x._trail, steps=True)
     if lost:
         notice_gather(x.mesh, x.sharding, layout, x.block.itemsize)
     out = moved(x, layout)
     if out.block is not x.block:
-        out._gathered_view = True
+        out._gathered_view, out._trail = True, trail_of(x)
     return out
 
 
-def viewed(x: ShardTensor, local: Tensor, layout: Layout, *, steps: bool = False) -> ShardTensor:
+def viewed(x: ShardTensor, local: Tensor, layout: Layout, trail: Trail | None, *, steps: bool = False) -> ShardTensor:
     """Return a view of ``x``: a view of its block in another layout. Not collective.
 
-    ``steps`` says that cells which are neighbours along a whole dim stay as far apart in memory, on all ranks.
+    Parameters
+    ----------
+    x, local, layout
+        The tensor, the view of its block, and the layout of the result.
+    trail
+        That of the view (`mpishard.tensor.strides`); ``x._trail`` where it has the shape and the strides of ``x``.
+    steps
+        Whether cells which are neighbours along a whole dim stay as far apart in memory, on all ranks.
     """
     out = wrap(local, layout, x.mesh)
     if steps and x._halo is not None:
         out._halo = x._halo
     if x._gathered_view:
         out._gathered_view = True
-    if x._gapped is not False:
-        out._gapped = x._gapped
-    if x._turned:
-        out._turned = True
+    if trail is not None:
+        out._trail = trail
     return out
-
-
-def is_ordered(x: ShardTensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
-    """Tell whether cells follow each other in memory as the format has them, as far as strides tell. Not collective.
-
-    Of blocks that torch finds contiguous: one of a single row is in every order, and one without cells.
-    """
-    if type(x._turned) is tuple and memory_format is torch.contiguous_format:
-        moved = [d for d, n in zip(x._turned, x.sharding.shape) if n > 1]
-        if moved != sorted(moved):
-            return False
-    shape, here = x.block.shape, x.block.stride()
-    dense = torch.empty(shape, device="meta", memory_format=memory_format).stride()
-    dims = range(x.ndim) if memory_format is torch.contiguous_format else (0, *range(2, x.ndim), 1)
-    least, is_known = 0, True
-    for d in reversed(dims):
-        if x.sharding.shape[d] > 1:
-            if (here[d] != dense[d]) if is_known else (here[d] < least):
-                return False
-            least = max(least, here[d])
-        is_known &= shape[d] > 0 or x.sharding.shape[d] < 2
-    return True
 
 
 def plain(x: Any) -> Any:
@@ -312,11 +313,16 @@ def beside(written: Tensor, x: Any) -> Any:
     """
     if not isinstance(x, Tensor):
         return x
-    own, into = bare(x), bare(written)
-    if own.untyped_storage()._cdata != into.untyped_storage()._cdata:
+    if not shares_memory(x, written):
         return x
+    own, into = bare(x), bare(written)
     same = own.data_ptr() == into.data_ptr() and own.shape == into.shape and own.stride() == into.stride()
     return x if same else x.clone()
+
+
+def shares_memory(x: Tensor, y: Tensor) -> bool:
+    """Tell whether two blocks lie in one storage, which is so without cells, too. Not collective."""
+    return bare(x).untyped_storage()._cdata == bare(y).untyped_storage()._cdata
 
 
 def kept(x: ShardTensor) -> ShardTensor:

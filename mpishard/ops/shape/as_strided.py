@@ -11,11 +11,12 @@ from torch import Tensor
 
 from mpishard.comm.agreement import on_all
 from mpishard.errors import UnsupportedOperationError
-from mpishard.ops.rule.dim import ints, is_ordered, require_writable, settled
+from mpishard.ops.rule.dim import ints, require_writable, settled
 from mpishard.ops.shape.view_copy import become
 from mpishard.tensor.operand import mesh_of, on_mesh
 from mpishard.tensor.registry import implements, outline, spellings
 from mpishard.tensor.shard_tensor import ShardTensor
+from mpishard.tensor.strides import is_dense
 
 
 class Walk(NamedTuple):
@@ -140,7 +141,7 @@ def as_strided(input: ShardTensor, size: Any, stride: Any, storage_offset: int |
 
 def _require_row_major(x: ShardTensor) -> None:
     """Refuse a view whose cells do not follow each other in memory. Collective: a block of one row does not show it."""
-    dense = x._gapped is False and x._turned is not True and x.block.is_contiguous() and is_ordered(x)
+    dense = x.block.is_contiguous() and is_dense(x)
     if not on_all(x.mesh, dense, "as_strided"):
         raise UnsupportedOperationError(
             "as_strided: cells that do not follow each other in memory",

@@ -11,6 +11,7 @@ from mpishard.ops.rule.dim import AsDiagonal, mapped, normal_dim, settled, viewe
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
+from mpishard.tensor.strides import trodden
 
 
 def _triangle_rule(func: Any) -> Any:
@@ -45,7 +46,7 @@ def diagonal(input: ShardTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) 
     local = x.block.diagonal(offset, a, b)
     rest = tuple(d for d in range(x.ndim) if d not in (a, b))
     shape = (*(x.sharding.shape[d] for d in rest), local.shape[-1])
-    out = viewed(x, local, mapped(x.sharding, (*rest, -1), shape))
+    out = viewed(x, local, mapped(x.sharding, (*rest, -1), shape), trodden(x, "diagonal", offset, a, b))
     if out._gathered_view:
         out._origin = input, AsDiagonal(offset, a, b)
     return out

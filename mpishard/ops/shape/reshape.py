@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpishard.comm import traced
-from mpishard.comm.memory.buffer import bare
 from mpishard.layout import (
     Layout,
     Placement,
@@ -28,11 +26,12 @@ from mpishard.ops.rule.dim import (
     AsShape,
     base_in,
     ints,
+    join,
     local_shape,
     normal_dim,
-    on_domain,
     resized,
     settled,
+    shares_memory,
     trivially_sharded,
     unsharded,
     viewed,
@@ -41,6 +40,7 @@ from mpishard.ops.rule.dim import (
 from mpishard.ops.shape.reshape_exchange import DimGroup, cut_near, regrouped, spread
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, rebind, wrap
+from mpishard.tensor.strides import exists, is_dense, trodden
 
 
 class Reshape(NamedTuple):
@@ -147,18 +147,6 @@ def _regroup(
     return target, cuts, True
 
 
-def _planned(x: ShardTensor, shape: tuple[int, ...]) -> tuple[ShardTensor, Reshape]:
-    x = settled(x) if x.sharding.partial_dims else x
-    plan = plan_reshape(x.sharding, shape)
-    return base_in(x, plan.before), plan
-
-
-def _moved(x: ShardTensor, plan: Reshape) -> ShardTensor:
-    out = wrap(regrouped(x.block, x.mesh, plan.before, plan.out, plan.groups), plan.out, x.mesh)
-    out._gathered_view = True
-    return out
-
-
 @implements(torch.reshape, torch.Tensor.reshape, sharded="moves")
 def reshape(input: ShardTensor, *given: Any, shape: Any = None) -> ShardTensor:
     """Split and merge dims. Not collective where a sharded dim leads those that it is merged with or split into.
@@ -167,29 +155,7 @@ def reshape(input: ShardTensor, *given: Any, shape: Any = None) -> ShardTensor:
     the first part. Elsewhere the cells move to other ranks in one exchange (collective over the ranks that share
     the merged or split dims), and the result is sharded in blocks that are as even as they can be.
     """
-    x, plan = _planned(input, ints(given) if shape is None else tuple(shape))
-    if plan.moves:
-        return _moved(x, plan)
-    steps = _more_or_less_ones(x.sharding.shape, plan.out.shape)
-    if not steps:
-        x = _apart(x)
-    local = x.block.reshape(local_shape(plan.out, x.mesh.coords))
-    # in a compiler's hands a tensor has no address, and a copy costs nothing
-    aliased = 1 in x.block.shape and (
-        traced.recording is not None or bare(local).data_ptr() == bare(x.block).data_ptr()
-    )
-    if aliased and _copied_elsewhere(x, plan.out):
-        local = local.clone()
-    return viewed(x, local, plan.out, steps=steps)
-
-
-def _copied_elsewhere(x: ShardTensor, out: Layout) -> bool:
-    """Tell whether torch copies in this reshape of the whole: a block of one row is dense in every order."""
-    try:
-        on_domain(lambda: torch.empty_strided(x.sharding.shape, x.block.stride(), device="meta").view(out.shape))
-    except (RuntimeError, ValueError):  # the latter in the hands of a compiler
-        return True
-    return False
+    return _reshaped(input, ints(given) if shape is None else tuple(shape), copies=True)
 
 
 @implements(torch.Tensor.view, sharded="moves")
@@ -197,54 +163,52 @@ def view(self: ShardTensor, *given: Any, size: Any = None, dtype: torch.dtype | 
     """Split and merge dims without a copy, or read the bytes as another dtype. As `reshape`."""
     if dtype is not None or (len(given) == 1 and isinstance(given[0], torch.dtype)):
         return _view_dtype(self, dtype or given[0])
-    x, plan = _planned(self, ints(given) if size is None else tuple(size))
+    return _reshaped(self, ints(given) if size is None else tuple(size), copies=False)
+
+
+def _reshaped(self: ShardTensor, given: tuple[int, ...], *, copies: bool) -> ShardTensor:
+    """Return a view where torch has one, else a copy: into one that torch has none of, writes go through."""
+    x = settled(self) if self.sharding.partial_dims else self
+    plan = plan_reshape(x.sharding, given)
+    x, out = base_in(x, plan.before), plan.out
+    steps = [n for n in x.sharding.shape if n != 1] == [n for n in out.shape if n != 1]
+    trail = trodden(x, "view", out.shape)
+    is_view = steps or exists(trail)
     if plan.moves:
-        return _moved(x, plan)
-    out, steps = plan.out, _more_or_less_ones(x.sharding.shape, plan.out.shape)
+        y = wrap(regrouped(x.block, x.mesh, plan.before, out, plan.groups), out, x.mesh)
+        if is_view:
+            y._trail = trail
+        # without cells the order of the dims may be lost
+        y._gathered_view = is_view or not copies or _has_empty_blocks(x.sharding)
+        return y
     shape = local_shape(out, x.mesh.coords)
-    seen = x if steps else _apart(x)
-    try:
-        # of the same shape with the steps that it has, which torch forgets of dims of one cell
-        local = seen.block[...] if out.shape == x.sharding.shape else seen.block.view(shape)
-    except (RuntimeError, ValueError):  # the latter in the hands of a compiler
-        _joined_up(self, seen)
-        local = seen.block.reshape(shape)
-    y = viewed(seen, local, out, steps=steps)
-    if seen is not x:
-        y._origin = x, AsShape(out.shape)
+    if is_view and (steps or x._halo is None):
+        try:
+            # of the same shape with the steps that it has, which torch forgets of dims of one cell
+            local = x.block[...] if out.shape == x.sharding.shape else x.block.view(shape)
+        except (RuntimeError, ValueError):  # the latter in the hands of a compiler
+            if x._trail is None:
+                _joined_up(self, x)
+                return viewed(x, x.block.reshape(shape), out, trail, steps=steps)
+        else:
+            return viewed(x, local, out, trail, steps=steps)
+    local = x.block.reshape(shape)
+    # what lies in a larger array of the host's, of the user's or of another tensor stays there, on all ranks
+    y = wrap(local.clone() if shares_memory(local, x.block) else local, out, x.mesh)
+    if is_view or not copies:
+        y._gathered_view, y._origin = True, (x, AsShape(out.shape))
     return y
 
 
-def _more_or_less_ones(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return [n for n in shape if n != 1] == [n for n in other if n != 1]
-
-
-def _apart(x: ShardTensor) -> ShardTensor:
-    """Return ``x``, or a copy where its block lies in a larger array of the host's, of the user's or of another tensor.
-
-    It stays there, and what is made of it is a copy on all ranks, also where a block is dense. Not collective.
-    """
-    if x._halo is None and x._gapped is False:
-        return x
-    out = wrap(x.block.clone(memory_format=torch.contiguous_format), x.sharding, x.mesh)
-    out._gathered_view = True
-    return out
+def _has_empty_blocks(layout: Layout) -> bool:
+    return any(s == 0 for sizes in layout.sizes if sizes is not None for s, _ in runs_of(sizes))
 
 
 def _joined_up(self: ShardTensor, x: ShardTensor) -> None:
-    """Make the block of ``x``, and of ``self`` if it is the same, contiguous, so that views share its memory.
-
-    It is cut out of a larger array, where torch's own tensor would be contiguous. Not collective.
-    """
-    if x.block.is_leaf and x.block.requires_grad:
-        if traced.recording is None:
-            x.block.data = x.block.data.contiguous()
-        return
-    with torch.enable_grad():
-        block = x.block.contiguous()
-    if self is not x and self.block is x.block:
-        rebind(self, block, self.sharding)
-    rebind(x, block, x.sharding)
+    own = x.block
+    join(x)
+    if self.block is own is not x.block:
+        rebind(self, x.block, self.sharding)
 
 
 def _view_dtype(self: ShardTensor, dtype: torch.dtype) -> ShardTensor:
@@ -255,18 +219,21 @@ def _view_dtype(self: ShardTensor, dtype: torch.dtype) -> ShardTensor:
     if sizes is not None and any(n * old % new for n in sizes):
         x, sizes = whole_along(x, (last,)), None
     if not x.ndim:
-        return viewed(x, x.block.view(dtype), x.sharding)
+        return viewed(x, x.block.view(dtype), x.sharding, x._trail)
     layout = x.sharding
     if old != new:
-        x = _apart(x)
-        _joined_up(self, x)
+        if x._halo is not None or not is_dense(x):
+            x = wrap(x.block.clone(memory_format=torch.contiguous_format), x.sharding, x.mesh)
+            x._gathered_view = True
+        elif x._trail is None:
+            _joined_up(self, x)
         n = layout.shape[last] * old // new
         layout = resized(layout, last, n, None if sizes is None else tuple(s * old // new for s in sizes))
     if x.block.numel() or not self.numel():
         local = x.block.view(dtype)
     else:  # torch finds fault with the strides of no cells
         local = x.block.new_empty(layout.local_shape(x.mesh.coords), dtype=dtype)
-    return viewed(x, local, layout)
+    return viewed(x, local, layout, x._trail if old == new else None)  # what is read in other pieces is dense
 
 
 @implements(torch.flatten, torch.Tensor.flatten, sharded="moves")

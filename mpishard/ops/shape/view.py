@@ -25,6 +25,7 @@ from mpishard.ops.rule.dim import (
 )
 from mpishard.tensor.registry import aten, implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor
+from mpishard.tensor.strides import laid, strides_of, trodden
 
 # -- order
 
@@ -42,16 +43,7 @@ def permute(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
     """Reorder dims. Not collective."""
     x = settled(input) if input.sharding.partial_dims else input
     out, order = _permuted(x.sharding, ints(given) if dims is None else tuple(dims))
-    return _turned(viewed(x, x.block.permute(order), out, steps=True), x, order)
-
-
-def _turned(view: ShardTensor, x: ShardTensor, order: tuple[int, ...]) -> ShardTensor:
-    """Note of a view of ``x`` in another order which dim each was. Not collective."""
-    before = x._turned or tuple(range(x.ndim))
-    if before is not True:
-        now = tuple([before[d] for d in order])
-        view._turned = now != tuple(range(x.ndim)) and now
-    return view
+    return viewed(x, x.block.permute(order), out, trodden(x, "permute", order), steps=True)
 
 
 @lru_cache(maxsize=CACHED)
@@ -68,7 +60,7 @@ def transpose(input: ShardTensor, dim0: int, dim1: int) -> ShardTensor:
     """Swap two dims. Not collective."""
     x = settled(input) if input.sharding.partial_dims else input
     out, order = _swapped(x.sharding, dim0, dim1)
-    return _turned(viewed(x, x.block.transpose(dim0, dim1), out, steps=True), x, order)
+    return viewed(x, x.block.transpose(dim0, dim1), out, trodden(x, "permute", order), steps=True)
 
 
 @implements(torch.swapaxes, torch.Tensor.swapaxes, sharded="local")
@@ -111,15 +103,15 @@ def _matrix_transposed(self: ShardTensor) -> ShardTensor:
 def _adjoint(self: ShardTensor) -> ShardTensor:
     if self.ndim == 0:  # deprecated, by torch's own word
         on_domain(torch.adjoint, self)
-        return viewed(self, self.block.conj(), self.sharding)
+        return viewed(self, self.block.conj(), self.sharding, self._trail)
     swapped = _matrix_transposed(self)
-    return viewed(swapped, swapped.block.conj(), swapped.sharding)
+    return viewed(swapped, swapped.block.conj(), swapped.sharding, swapped._trail)
 
 
 def _matrix_adjoint(self: ShardTensor) -> ShardTensor:
     if self.ndim not in (0, 2):
         raise RuntimeError(f"tensor.H is only supported on matrices (2-D tensors). Got {self.ndim}-D tensor.")
-    return _adjoint(self) if self.ndim else viewed(self, self.block.conj(), self.sharding)
+    return _adjoint(self) if self.ndim else viewed(self, self.block.conj(), self.sharding, self._trail)
 
 
 # torch.compile of torch 2.15 calls the functions behind the attributes
@@ -145,7 +137,7 @@ def _unsqueezed(layout: Layout, dim: int) -> Layout:
 def unsqueeze(input: ShardTensor, dim: int) -> ShardTensor:
     """Insert a dim of one cell. Not collective."""
     x = settled(input) if input.sharding.partial_dims else input
-    return viewed(x, x.block.unsqueeze(dim), _unsqueezed(x.sharding, dim), steps=True)
+    return viewed(x, x.block.unsqueeze(dim), _unsqueezed(x.sharding, dim), trodden(x, "unsqueeze", dim), steps=True)
 
 
 @lru_cache(maxsize=CACHED)
@@ -166,7 +158,7 @@ def squeeze(input: ShardTensor, dim: Any = None) -> ShardTensor:
     dims = squeezed_dims(x.sharding, None if dim is None else ints((dim,)))
     x = whole_along(x, dims)
     # the dims by name: a local extent of 1 does not make a global one
-    return viewed(x, x.block.squeeze(dims), without(x.sharding, dims), steps=True)
+    return viewed(x, x.block.squeeze(dims), without(x.sharding, dims), trodden(x, "squeeze", dims), steps=True)
 
 
 # -- broadcasting
@@ -202,7 +194,7 @@ def expand(self: ShardTensor, *sizes: Any, size: Any = None, implicit: bool = Fa
     x = settled(self) if self.sharding.partial_dims else self
     whole, out = _expanded(x.sharding, ints(sizes) if size is None else tuple(size))
     x = whole_along(x, whole)
-    return viewed(x, x.block.expand(local_shape(out, x.mesh.coords)), out)
+    return viewed(x, x.block.expand(local_shape(out, x.mesh.coords)), out, trodden(x, "expand", out.shape))
 
 
 @implements(torch.broadcast_to, torch.Tensor.broadcast_to, sharded="local")
@@ -262,7 +254,8 @@ def view_as_real(input: ShardTensor) -> ShardTensor:
     if not local.numel() and local.requires_grad:
         # torch takes a cotangent without cells as it is, whose strides may be 0, and refuses it on this rank alone
         local.register_hook(lambda g: g.reshape(0).view(g.shape))
-    return viewed(x, local, mapped(x.sharding, (*range(x.ndim), -1), (*x.sharding.shape, 2)))
+    shape, strides = (*x.sharding.shape, 2), (*(2 * s for s in strides_of(x)), 1)
+    return viewed(x, local, mapped(x.sharding, (*range(x.ndim), -1), shape), laid(shape, strides))
 
 
 @implements(torch.view_as_complex, sharded="local")
@@ -272,4 +265,6 @@ def view_as_complex(input: ShardTensor) -> ShardTensor:
     last = x.ndim - 1
     if last in x.sharding.shard_dims:
         x = whole_along(x, (last,))
-    return viewed(x, torch.view_as_complex(x.block), without(x.sharding, (last,)))
+    strides = tuple(s // 2 for s in strides_of(x)[:last])
+    out = without(x.sharding, (last,))
+    return viewed(x, torch.view_as_complex(x.block), out, laid(out.shape, strides))

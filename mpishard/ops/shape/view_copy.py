@@ -53,7 +53,7 @@ implements(torch.Tensor.narrow_copy, sharded="local")(_copying(torch.narrow))
 def become(x: ShardTensor, other: ShardTensor) -> ShardTensor:
     """Make ``x`` what another tensor, such as a view of it, is; any halo beside its block is left. Not collective."""
     x.block, x.sharding, x._root, x._halo = other.block, other.sharding, None, None
-    x._gapped, x._turned, x._origin = other._gapped, other._turned, other._origin
+    x._trail, x._origin = other._trail, other._origin
     return x
 
 

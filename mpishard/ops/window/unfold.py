@@ -17,6 +17,7 @@ from mpishard.ops.window.planes import cropped
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
+from mpishard.tensor.strides import trodden
 
 
 class UnfoldPlan(NamedTuple):
@@ -29,12 +30,11 @@ class UnfoldPlan(NamedTuple):
 
 
 class DimPlan(NamedTuple):
-    """Fetch of the cells of a dim that is cut, what to keep, the result, and whether torch's has gaps or overlaps."""
+    """Fetch of the cells of a dim that is cut, what to keep, and the result."""
 
     window: WindowOp | None
     crops: tuple[tuple[int, int, int], ...]
     out: Layout
-    gapped: bool
 
 
 class FoldPlan(NamedTuple):
@@ -78,19 +78,14 @@ def unfold_dim(self: ShardTensor, dimension: int, size: int, step: int) -> Shard
     key = ("Tensor.unfold", x.sharding, x.dtype, dim, size, step)
     plan = x.mesh.plans.get(key) or x.mesh.plan(key, lambda: _plan_dim(x, dim, size, step))
     if plan.window is None:
-        out = viewed(x, x.block.unfold(dim, size, step), plan.out)
-        if plan.gapped:  # windows that overlap, or lie apart: a part of them may have no gaps
-            out._turned = True
-        return out
+        return viewed(x, x.block.unfold(dim, size, step), plan.out, trodden(x, "unfold", dim, size, step))
     out = wrap(cropped(apply(plan.window, x.block).unfold(dim, size, step), plan.crops), plan.out, x.mesh)
-    out._gathered_view = True
-    out._gapped = None if x._turned or x._gapped is None else x._gapped or plan.gapped
+    out._gathered_view, out._trail = True, trodden(x, "unfold", dim, size, step)
     return out
 
 
 def _plan_dim(x: ShardTensor, dim: int, size: int, step: int) -> DimPlan:
     layout, mesh = x.sharding, x.mesh
-    # of a tensor in its order
     found = on_domain(torch.Tensor.unfold, x, dim, size, step)
     sizes, own = [*layout.sizes, None], layout.sizes[dim]
     window, crops = None, []
@@ -105,7 +100,7 @@ def _plan_dim(x: ShardTensor, dim: int, size: int, step: int) -> DimPlan:
             if borders[index] == borders[index + 1]:
                 crops.append((dim, 0, 0))
     out = layout_of(layout.mesh_shape, layout.placements, tuple(found.shape), sizes)
-    return DimPlan(window, tuple(crops), out, not found.is_contiguous())
+    return DimPlan(window, tuple(crops), out)
 
 
 def _of_rows(layout: Layout) -> Layout:

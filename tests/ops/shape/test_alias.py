@@ -120,15 +120,48 @@ def test_ranks_without_cells_know_whether_others_copy(name, columns):
             torch.testing.assert_close(gathered(y), torchs)
 
 
-def test_writes_into_the_reshape_of_a_turned_block_reach_it_or_are_refused():
+def test_the_reshape_of_a_turned_block_is_a_copy():
     full = torch.arange(12.0).view(6, 2)
     block = rows(full).to_local()
     x = ms.ShardTensor.from_local(block.t().contiguous().t(), mesh_of((P,)), (ms.Shard(0),))
     for change in (lambda y: y.mul_(2), lambda y: y.__setitem__(slice(1, 3), -1.0)):
-        with pytest.raises(UnsupportedOperationError, match="view"):
-            change(x.reshape(-1))
+        change(x.reshape(-1))
+    torch.testing.assert_close(gathered(x), full)
     x.view(-1)[1:3] = -1.0
     assert gathered(x).eq(-1).sum() == 2
+
+
+PARTS = {
+    "columns of a transposed result": ((8, 3), 0, lambda x: (y := x.t() * 2, y[:, :1])),
+    "rows of one": ((8, 3), 0, lambda x: (y := x.t() * 2, y[:1])),
+    "cells of one": ((8, 3), 1, lambda x: (y := x.t().clone(), y[:, 1])),
+    "planes in channels-last": (
+        (1, 3, 8, 1),
+        2,
+        lambda x: (y := x.contiguous(memory_format=torch.channels_last) * 1, y[:, :, :1]),
+    ),
+    "as another": ((8, 3), 0, lambda x: (y := torch.empty_like(x.t()).fill_(1), y[:, :2])),
+    "a channel of a crop": ((2, 3, 6, 6), 2, lambda x: (x, x[:, :, 1:-1, 1:-1][:, 0])),
+    "a row of a crop": ((6, 6), 0, lambda x: (x, x[1:-1, 1:-1][0])),
+    "a row of rows": ((6, 6), 0, lambda x: (x, x[1:-1][2])),
+    "a part of a part": ((4, 8), 1, lambda x: (x, x[:1][:, 2:6])),
+    "the real part": ((4, 8), 1, lambda x: (y := torch.view_as_complex(x.view(4, 4, 2)), y.real)),
+    "cells of windows": ((6, 8), 0, lambda x: (x, x.unfold(1, 3, 1)[2, :, 1])),
+    "a column, expanded": ((6, 1), 0, lambda x: (x, x.expand(6, 4)[1:2, :1])),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_contiguous_copies_where_torch_does(name):
+    shape, dim, part = PARTS[name]
+    found = []
+    for x in (torch.ones(shape), rows(torch.ones(shape), dim=dim)):
+        base, view = part(x)
+        assert view.is_contiguous() == part(torch.ones(shape))[1].is_contiguous()
+        y = view.contiguous().add_(1)
+        found.append((base, view, y))
+    for ours, torchs in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(gathered(ours), torchs)
 
 
 @pytest.mark.parametrize("change", [lambda x, f: x.contiguous(memory_format=f), lambda x, f: x.to(memory_format=f)])
@@ -166,10 +199,10 @@ def test_a_view_leaves_a_block_in_the_array_that_it_was_cut_from():
     assert big.sum() == 16 + 8 * 11 - 7 * big[1:-1, 1:-1].eq(4).sum()
     assert gathered(x).eq(4).sum() == 2
     torch.testing.assert_close(gathered(y), gathered(x).view(-1))
-    for view in (lambda t: t.view(torch.int16), lambda t: t.reshape(-1)):
-        with pytest.raises(UnsupportedOperationError, match="view"):
-            view(x).mul_(3)
+    with pytest.raises(UnsupportedOperationError, match="view"):
+        x.view(torch.int16).mul_(3)
     x.fill_(1)
+    x.reshape(-1).mul_(3)  # a copy, as of a part of a tensor in torch
     assert x.contiguous().mul_(2).sum().item() == 8 * 2 * P
     assert big.sum() == 24
 

@@ -1,0 +1,115 @@
+"""How far apart in memory the cells of a whole tensor lie in torch: whether it copies them or takes a view.
+
+Blocks do not tell: one of a single row is in every order, and one that lies in a part whole shows no gap. So a view
+carries its trail: the root that it was taken from, and the views since. It is followed where somebody asks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.autograd.graph import unseen
+from mpishard.tensor.shard_tensor import ShardTensor
+
+# shape of a root, shape and strides of this rank's block of it, and a tuple (name, arguments) for each view since
+Trail = tuple[Any, ...]
+Strides = tuple[int, ...]
+_LONG = 19  # of views in a loop, such as x.t_()
+_CACHED = 65536
+
+
+def trail_of(x: ShardTensor) -> Trail:
+    """Return the trail of ``x``, itself a root if it is no view. Not collective."""
+    return x._trail or (x.sharding.shape, x.block.shape, x.block.stride())
+
+
+def trodden(x: ShardTensor, *view: Any) -> Trail:
+    """Return the trail of a view of ``x``: a method of tensors, or ``"[]"`` for indexing, and its arguments.
+
+    Not collective.
+    """
+    trail = x._trail
+    if trail is None:
+        return x.sharding.shape, x.block.shape, x.block.stride(), view
+    return (*trail, view) if len(trail) < _LONG else (*laid(*_followed(trail)), view)
+
+
+def laid(shape: tuple[int, ...], strides: Strides) -> Trail:
+    """Return the trail of what lies so in memory. Not collective."""
+    return shape, shape, strides, ("as_strided", shape, strides)
+
+
+def gapped_trail(shape: tuple[int, ...]) -> Trail:
+    """Return the trail of blocks that the user cut out of larger arrays: as of every other cell. Not collective."""
+    return laid(shape, tuple(2 * s for s in row_major(tuple(n + 1 for n in shape))))
+
+
+def strides_of(x: ShardTensor) -> Strides:
+    """Return the strides that ``x`` has in torch, where its root is dense. Not collective."""
+    return _followed(trail_of(x))[1]
+
+
+def is_dense(x: ShardTensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    """Tell whether ``x`` is contiguous in torch. Not collective."""
+    return _is_dense(trail_of(x), memory_format)
+
+
+@lru_cache(maxsize=_CACHED)
+def exists(trail: Trail) -> bool:
+    """Tell whether torch has the last view of a trail, one in another shape. Not collective."""
+    try:
+        _followed(trail)
+    except (RuntimeError, ValueError):  # the latter in the hands of a compiler
+        return False
+    return True
+
+
+def row_major(shape: Sequence[int]) -> Strides:
+    """Return the strides of a new tensor. Not collective."""
+    inner = accumulate((max(1, n) for n in reversed(shape[1:])), lambda a, b: a * b, initial=1)
+    return tuple(reversed([*inner])) if shape else ()
+
+
+@lru_cache(maxsize=_CACHED)
+def _is_dense(trail: Trail, memory_format: torch.memory_format) -> bool:
+    shape, strides = _followed(trail)
+    with unseen():
+        x = torch.empty_strided(shape, strides, device="meta")
+        return x.contiguous(memory_format=memory_format) is x
+
+
+@lru_cache(maxsize=_CACHED)
+def _followed(trail: Trail) -> tuple[tuple[int, ...], Strides]:
+    """Return the shape and strides at the end of a trail."""
+    if len(trail) == 3:
+        return trail[0], _dense(*trail)
+    name, *given = trail[-1]
+    if name == "as_strided":
+        return tuple(given)  # type: ignore[return-value]
+    shape, strides = _followed(trail[:-1])
+    with unseen():
+        x: Tensor = torch.empty_strided(shape, strides, device="meta")
+        if name == "[]":
+            y = x[tuple(slice(*i) if type(i) is tuple else i for i in given[0])]
+        else:
+            y = getattr(x, name)(*given)
+        return tuple(y.shape), y.stride()
+
+
+def _dense(shape: tuple[int, ...], block: Sequence[int], strides: Strides) -> Strides:
+    """Return the strides of a dense tensor whose dims follow each other as those of its block do.
+
+    Of two dims that are as far apart, the inner one has one cell, or none. A step of 0 is that of a dim which is
+    broadcast, and stays so, or, without cells, of one that lies outside of an empty dim.
+    """
+    empty = 0 in block
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d] if strides[d] else -math.inf, block[d] < 2, d))
+    inner = dict(zip(order, row_major([shape[d] for d in order])))
+    return tuple(0 if strides[d] == 0 and block[d] > 1 and not empty else inner[d] for d in range(len(shape)))
