@@ -107,6 +107,35 @@ def test_reductions(world, op, expected):
     assert torch.equal(mine, expected(every)[2 * RANK : 2 * RANK + 2])
 
 
+@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT])
+def test_sums_and_products_of_truths(world, op):
+    # the first is true on all ranks, the second on one, the third on none
+    truths = torch.tensor([True, RANK == 0, False])
+    expected = torch.tensor([True, op == dist.ReduceOp.SUM or SIZE == 1, False])
+    dist.all_reduce(x := truths.clone(), op)
+    assert torch.equal(x, expected)
+    dist.reduce(y := truths.clone(), 0, op)
+    assert torch.equal(y, expected if RANK == 0 else truths)
+    reduce_scatter_single(mine := torch.empty_like(truths), truths.repeat(SIZE), op)
+    assert torch.equal(mine, expected)
+    with pytest.raises(ms.UnsupportedDtypeError):
+        dist.all_reduce(truths, dist.ReduceOp.AVG)
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather_coalesced:FutureWarning")
+@pytest.mark.parametrize("count", [1, 2, 3])  # as many as ranks, too
+def test_lists_of_tensors_of_every_rank(world, count):
+    def of(rank):
+        return [torch.full((2,), 10.0 * rank + i) for i in range(count)]
+
+    got = [[torch.zeros(2) for _ in range(count)] for _ in range(SIZE)]
+    dist.all_gather_coalesced(got, of(RANK))
+    for rank in range(SIZE):
+        assert all(map(torch.equal, got[rank], of(rank)))
+    with pytest.raises(ms.LayoutError, match="do not fit"):
+        dist.all_gather_coalesced(got + got[:1], of(RANK))
+
+
 def _folded(f, every):
     total = every[0]
     for t in every[1:]:

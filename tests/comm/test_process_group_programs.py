@@ -332,3 +332,13 @@ def test_a_mesh_of_ours_where_torch_takes_its_own():
     for call in (lambda: DistributedDataParallel(net(), device_mesh=mesh), lambda: randn(4, device_mesh=mesh)):
         with pytest.raises(ms.MeshError, match="where torch takes its own mesh"):
             call()
+
+
+def test_whether_all_or_any_of_a_dtensor(world):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (SIZE,))
+    for x in (torch.ones(5, 2).bool(), torch.eye(5, 2).bool(), torch.zeros(5, 2).bool()):
+        d = distribute_tensor(x, mesh, [Shard(0)])
+        for f in (torch.all, torch.any, lambda t: t.all(0), lambda t: t.any(0)):
+            assert torch.equal(f(d).full_tensor(), f(x))

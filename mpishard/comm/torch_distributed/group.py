@@ -31,6 +31,8 @@ _NAMES = {
     dist.ReduceOp.BOR: "bor",
     dist.ReduceOp.BXOR: "bxor",
 }
+# "any" and "all": DTensor asks for them by these names, as torch's other back-ends take them
+_OF_TRUTHS = {"sum": "max", "prod": "min"}
 # of whole bytes, which MPI has for memory of any integer type
 _BITWISE = {"band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
 # below the smallest upper bound that MPI allows for tags
@@ -135,8 +137,8 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Reduce in place. Collective."""
-        op = _name_of(opts)
         (x,) = tensors
+        op = _name_of(opts, x)
         _check("all_reduce", x)
         slot = slot_of(self._group)
         if op != "sum" or blocking.in_order(None):
@@ -167,7 +169,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Reduce several tensors in place. Collective."""
         _check("all_reduce", *tensors)
         for x in tensors:
-            _reduced(x.detach(), _name_of(opts), self._group)
+            _reduced(x.detach(), _name_of(opts, x), self._group)
         return Work(tensors)
 
     @_compared
@@ -175,7 +177,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Reduce onto one rank. Collective."""
         (x,) = tensors
         _check("reduce", x)
-        op = _name_of(opts)
+        op = _name_of(opts, x)
         if op == "sum":
             y = blocking.reduce(x.detach(), self._group, opts.rootRank)
         else:
@@ -206,7 +208,14 @@ class MPIProcessGroup(dist.ProcessGroup):
                 part.detach().copy_(got.view(part.shape))
         return Work([p for parts in outputs for p in parts])
 
-    allgather_coalesced = allgather
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """Give every rank the tensors of every rank, a list of them for each rank. Collective."""
+        _require("all_gather_coalesced", "lists to fill, one for each rank,", self.size(), len(outputs))
+        for parts in outputs:
+            _require("all_gather_coalesced", "tensors to fill, those of a rank,", len(inputs), len(parts))
+        return self.allgather(list(zip(*outputs)), inputs)
 
     @_compared
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
@@ -234,7 +243,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Reduce and keep a block each. Collective."""
         _check("reduce_scatter_tensor", input, output)
-        op, n = _name_of(opts), output.numel()
+        op, n = _name_of(opts, input), output.numel()
         _require("reduce_scatter_tensor", "the numbers given", f"{n * self.size()} of {output.dtype}", _kind(input))
         flat = input.detach().reshape(-1)
         if op in ("sum", "avg") and (op == "sum" or flat.is_floating_point() or flat.is_complex()):
@@ -270,7 +279,7 @@ class MPIProcessGroup(dist.ProcessGroup):
                 self.reduce_scatter_single(output, torch.cat([p.detach().reshape(-1) for p in parts]), opts)
                 continue
             for rank, part in enumerate(parts):
-                _reduced(whole := part.detach().clone(), _name_of(opts), self._group)
+                _reduced(whole := part.detach().clone(), _name_of(opts, part), self._group)
                 if rank == self.rank():
                     output.detach().copy_(whole.view(output.shape))
         return Work(outputs)
@@ -450,11 +459,11 @@ def _agree_on_numbers(comm: MPI.Intracomm, fill: list[int], came: list[int]) -> 
     guard.agree(comm, error, "all_to_all")
 
 
-def _name_of(opts: Any) -> str:
+def _name_of(opts: Any, x: Tensor) -> str:
     given = dist.ReduceOp.SUM if opts is None else opts.reduceOp
     for op, name in _NAMES.items():
         if given == op:
-            return name
+            return _OF_TRUTHS.get(name, name) if x.dtype == torch.bool else name
     raise UnsupportedOperationError(
         "torch.distributed: a reduction that MPI does not have",
         expected=f"one of {', '.join(_NAMES.values())}",
