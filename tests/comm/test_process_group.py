@@ -122,6 +122,33 @@ def test_sums_and_products_of_truths(world, op):
         dist.all_reduce(truths, dist.ReduceOp.AVG)
 
 
+@pytest.mark.filterwarnings("ignore:.*all_reduce_coalesced:FutureWarning")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_sums_of_what_each_rank_scales(world, dtype):
+    every = fields(2 * SIZE, dtype=dtype)
+    own, op = every[RANK], dist._make_nccl_premul_sum(0.25)
+    expected = every.double().sum(0).mul(0.25).to(dtype)
+    transposed = torch.empty(2 * SIZE, 2, dtype=dtype)[:, 0].copy_(own)
+    for x in (own.clone(), transposed):
+        dist.all_reduce(x, op)
+        assert torch.equal(x, expected)
+    work = dist.all_reduce(x := own.clone(), op, async_op=True)
+    work.wait()
+    assert torch.equal(x, expected)
+    dist.all_reduce_coalesced([x := own.clone()], op)
+    assert torch.equal(x, expected)
+    dist.reduce(x := own.clone(), 0, op)
+    assert torch.equal(x, expected if RANK == 0 else own)
+    mine, given = torch.empty(2, dtype=dtype), own.clone()
+    reduce_scatter_single(mine, given, op)
+    assert torch.equal(mine, expected[2 * RANK : 2 * RANK + 2])
+    dist.reduce_scatter(mine.zero_(), list(given.chunk(SIZE)), op)
+    assert torch.equal(mine, expected[2 * RANK : 2 * RANK + 2])
+    assert torch.equal(given, own)
+    with pytest.raises(ms.UnsupportedOperationError, match="no reduction 'premul_sum'"):
+        dist.all_reduce(torch.ones(2, dtype=torch.int64), op)
+
+
 @pytest.mark.filterwarnings("ignore:.*all_gather_coalesced:FutureWarning")
 @pytest.mark.parametrize("count", [1, 2, 3])  # as many as ranks, too
 def test_lists_of_tensors_of_every_rank(world, count):

@@ -150,6 +150,18 @@ def test_fully_shard_in_mixed_precision(world, offload):
     torch.testing.assert_close(total, nn.utils.clip_grad_norm_(plain.parameters(), 1.0), rtol=5e-2, atol=0)
 
 
+def test_fully_shard_with_a_divisor_of_the_callers(world):
+    from torch.distributed.fsdp import fully_shard
+
+    x, plain = samples().float(), net().float()
+    own = fully_shard(net().float(), mesh=init_device_mesh("cpu", (SIZE,)))
+    # its name in torch 2.8 and later, and before
+    getattr(own, "set_gradient_divide_factor", getattr(own, "set_reduce_scatter_divide_factor", None))(8.0)
+    plain(x).square().sum().div(8).backward()
+    own(x.chunk(SIZE)[RANK]).square().sum().backward()
+    assert_same_gradients(plain, own)
+
+
 @pytest.mark.ranks(4)
 def test_fully_shard_in_replicas(world):
     from torch.distributed.fsdp import fully_shard

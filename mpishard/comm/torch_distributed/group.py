@@ -14,27 +14,13 @@ from torch import Tensor
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.collective.nonblocking import iall_reduce
-from mpishard.comm.memory.buffer import address, as_bytes, dense, is_dense, pieces, to_host, unfit
-from mpishard.comm.mesh import Group
+from mpishard.comm.memory.buffer import address, dense, is_dense, pieces, to_host, unfit
+from mpishard.comm.torch_distributed.reduction import name_of, reduced, scaled
 from mpishard.comm.torch_distributed.work import Work, keep
 from mpishard.comm.transport.slot import slot_of
 from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError
 
 BACKEND = "mpishard"
-_NAMES = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.PRODUCT: "prod",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.BAND: "band",
-    dist.ReduceOp.BOR: "bor",
-    dist.ReduceOp.BXOR: "bxor",
-}
-# "any" and "all": DTensor asks for them by these names, as torch's other back-ends take them
-_OF_TRUTHS = {"sum": "max", "prod": "min"}
-# of whole bytes, which MPI has for memory of any integer type
-_BITWISE = {"band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
 # below the smallest upper bound that MPI allows for tags
 TAGS = 1 << 15
 
@@ -138,11 +124,12 @@ class MPIProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Reduce in place. Collective."""
         (x,) = tensors
-        op = _name_of(opts, x)
+        op = name_of(opts, x)
         _check("all_reduce", x)
         slot = slot_of(self._group)
+        scaled(x, opts, in_place=True)
         if op != "sum" or blocking.in_order(None):
-            _reduced(x.detach(), op, self._group)
+            reduced(x.detach(), op, self._group)
             slot.confirm()
             return Work(tensors)
         # whether a rank waits, and how its tensor lies, is its own matter: MPI wants the same call of all
@@ -169,7 +156,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Reduce several tensors in place. Collective."""
         _check("all_reduce", *tensors)
         for x in tensors:
-            _reduced(x.detach(), _name_of(opts, x), self._group)
+            reduced(scaled(x, opts, in_place=True), name_of(opts, x), self._group)
         return Work(tensors)
 
     @_compared
@@ -177,11 +164,11 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Reduce onto one rank. Collective."""
         (x,) = tensors
         _check("reduce", x)
-        op = _name_of(opts, x)
+        op = name_of(opts, x)
         if op == "sum":
-            y = blocking.reduce(x.detach(), self._group, opts.rootRank)
+            y = blocking.reduce(scaled(x, opts), self._group, opts.rootRank)
         else:
-            _reduced(y := x.detach().clone(), op, self._group)
+            reduced(y := x.detach().clone(), op, self._group)
         # behind what MPISHARD_DEBUG compares: an error leaves nothing of this call for the next one
         slot_of(self._group).note(f"reduce {op} to {opts.rootRank}", x.dtype, x.nbytes)
         if self.rank() == opts.rootRank:
@@ -243,15 +230,15 @@ class MPIProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Reduce and keep a block each. Collective."""
         _check("reduce_scatter_tensor", input, output)
-        op, n = _name_of(opts, input), output.numel()
+        op, n = name_of(opts, input), output.numel()
         _require("reduce_scatter_tensor", "the numbers given", f"{n * self.size()} of {output.dtype}", _kind(input))
-        flat = input.detach().reshape(-1)
+        flat = scaled(input, opts).reshape(-1)
         if op in ("sum", "avg") and (op == "sum" or flat.is_floating_point() or flat.is_complex()):
             got = blocking.reduce_scatter(flat, self._group, 0, (n,) * self.size())
             if op == "avg":
                 got = got / self.size()
         else:
-            _reduced(flat := flat.clone(), op, self._group)
+            reduced(flat := flat.clone(), op, self._group)
             got = flat[self.rank() * n : (self.rank() + 1) * n]
         output.detach().copy_(got.view(output.shape))
         return Work([output])
@@ -279,7 +266,7 @@ class MPIProcessGroup(dist.ProcessGroup):
                 self.reduce_scatter_single(output, torch.cat([p.detach().reshape(-1) for p in parts]), opts)
                 continue
             for rank, part in enumerate(parts):
-                _reduced(whole := part.detach().clone(), _name_of(opts, part), self._group)
+                reduced(whole := scaled(part, opts).clone(), name_of(opts, part), self._group)
                 if rank == self.rank():
                     output.detach().copy_(whole.view(output.shape))
         return Work(outputs)
@@ -457,39 +444,3 @@ def _agree_on_numbers(comm: MPI.Intracomm, fill: list[int], came: list[int]) -> 
     except MpishardError as e:
         error = e
     guard.agree(comm, error, "all_to_all")
-
-
-def _name_of(opts: Any, x: Tensor) -> str:
-    given = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-    for op, name in _NAMES.items():
-        if given == op:
-            return _OF_TRUTHS.get(name, name) if x.dtype == torch.bool else name
-    raise UnsupportedOperationError(
-        "torch.distributed: a reduction that MPI does not have",
-        expected=f"one of {', '.join(_NAMES.values())}",
-        got=given,
-        fix="scale before the sum",
-    )
-
-
-def _reduced(x: Tensor, op: str, group: Group) -> None:
-    """Reduce ``x`` in place."""
-    if op in _BITWISE:
-        _bitwise(x, op, group)
-        return
-    blocking.all_reduce(x, group, "sum" if op == "avg" else op, in_place=True)
-    if op == "avg":
-        x.div_(group.size, rounding_mode=None if x.is_floating_point() or x.is_complex() else "floor")
-
-
-def _bitwise(x: Tensor, op: str, group: Group) -> None:
-    if x.is_floating_point() or x.is_complex():
-        raise UnsupportedOperationError(
-            f"no reduction {op!r} of {x.dtype}", expected="an integer dtype", got=x.dtype, fix="convert it"
-        )
-    host = dense(x) if x.device.type == "cpu" else to_host(x)
-    slot_of(group).note(f"all_reduce {op}", x.dtype, x.nbytes)
-    with guard.waiting("all_reduce", (), group.comm):
-        group.comm.Allreduce(MPI.IN_PLACE, (as_bytes(host), MPI.BYTE), _BITWISE[op])
-    if host is not x:
-        x.copy_(host)
