@@ -354,3 +354,19 @@ def test_whether_all_or_any_of_a_dtensor(world):
         d = distribute_tensor(x, mesh, [Shard(0)])
         for f in (torch.all, torch.any, lambda t: t.all(0), lambda t: t.any(0)):
             assert torch.equal(f(d).full_tensor(), f(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecating ShardedTensor:FutureWarning")
+def test_a_sharded_tensor_is_gathered(world):
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in range(SIZE)])
+    sharded = sharded_tensor.zeros(spec, 5, 2)
+    for shard in sharded.local_shards():
+        first = shard.metadata.shard_offsets[0]
+        shard.tensor.copy_(torch.arange(10.0).view(5, 2)[first : first + len(shard.tensor)])
+    whole = torch.empty(5, 2) if RANK == 0 else None
+    sharded.gather(0, whole)
+    if whole is not None:
+        assert torch.equal(whole, torch.arange(10.0).view(5, 2))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
@@ -175,6 +176,8 @@ def _create(options: Any, over: _Over | None) -> MPIProcessGroup:
     return MPIProcessGroup(comm)
 
 
-dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+# torch's ShardedTensor gathers on a GPU wherever its back-end names them
+_DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=_DEVICES)
 # torch 2.15 would hang its recorder of calls on the group, which needs a back-end in C++
 getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(BACKEND)
