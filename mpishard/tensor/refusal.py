@@ -54,9 +54,10 @@ def with_ints(
 ) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
     """Return arguments with an int for each integer of numpy or tensor without dims; None if there are none of these.
 
-    Not collective. Torch takes them for ints; a rule may have stumbled over one.
+    Not collective. Torch takes them for ints; a rule may have stumbled over one. Not so with an IndexError: as indices
+    they do.
     """
-    if isinstance(error, MpishardError) or not any(map(_is_int, tree_leaves((args, kwargs)))):
+    if isinstance(error, (MpishardError, IndexError)) or not any(map(_is_int, tree_leaves((args, kwargs)))):
         return None
     return tree_map(lambda x: int(x) if _is_int(x) else x, (tuple(args), dict(kwargs)))  # type: ignore[no-any-return]
 

@@ -48,6 +48,10 @@ def put(x: ShardTensor, index: Any, value: Any, accumulate: bool = False) -> Non
     prepare_write(x)
     mesh = x.mesh
     basic, per_dim = split_index(x, index)
+    if all(i is None for i in per_dim) and any(isinstance(i, int) for i in basic):
+        _check_dtype(x, value, False)  # as of other tensors: these name one cell, as ints do
+        write_at(x, basic, indexed(x, basic) + value if accumulate else value)
+        return
     plan = plan_index(x.sharding, basic, mesh.coords)
     if plan.drop:  # its owner broadcasts the one cell of a sharded dim
         y: Any = indexed(x, basic).clone()

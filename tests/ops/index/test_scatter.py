@@ -87,6 +87,18 @@ def test_flat_positions_of_a_number():
     )
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_tensors_without_dims_name_the_cell_that_index_put_writes(accumulate):
+    row, column = torch.tensor(2), torch.tensor(-1)
+    both(lambda x, s: torch.index_put(x, [row], s, accumulate), field(6, 5), field(5), (0, 1))
+    both(lambda x, s: (x * 1).index_put_((row, column), s[0], accumulate), field(6, 5), field(2), (0, 1), 1)
+    x = shard(field(6, 5), mesh_of((WORLD.size,)), (ms.Shard(0),))
+    with pytest.raises(RuntimeError, match="source and destination dtypes match"):
+        x.index_put((row,), torch.ones(5, dtype=torch.int32), accumulate)
+    with pytest.raises(IndexError, match=r"out of (range|bounds)"):
+        x.index_put((row * 3,), torch.ones(5, dtype=x.dtype), accumulate)
+
+
 def test_masked_scatter():
     mask = field(6, 5) > 0.2
     both(lambda x, s: x.masked_scatter(mask, s), field(6, 5), field(40), (0, 1))
