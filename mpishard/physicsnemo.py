@@ -1,4 +1,4 @@
-"""Names that programs import from ``physicsnemo.distributed``: change that line, and the program runs on MPI.
+"""Names of ``physicsnemo.distributed`` and ``.domain_parallel``: change these imports, and the program runs on MPI.
 
 Importing this module also lets torch's own ``distribute_tensor`` and ``distribute_module`` take a mesh of ours, as
 such programs import them from ``torch.distributed.tensor``: tensors and parameters become ShardTensors.
@@ -16,6 +16,7 @@ import torch.distributed.tensor
 from torch import Tensor
 
 from mpishard.comm import guard
+from mpishard.comm.device_mesh import rank_within
 from mpishard.comm.mesh import CartMesh, init_mesh
 from mpishard.errors import LayoutError, MeshError
 from mpishard.tensor import convert, scatter
@@ -118,15 +119,35 @@ def scatter_tensor(
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> ShardTensor:
-    """Do what `mpishard.scatter_tensor` does; shape and dtype, where they are given, must be the tensor's. Collective.
+    """Do what `mpishard.scatter_tensor` does, by another count of ranks. Collective.
+
+    Parameters
+    ----------
+    tensor, mesh, placements, requires_grad
+        As of `mpishard.scatter_tensor`.
+    global_src
+        The source, by its rank in the whole mesh (`mesh.get_rank`), also where ``mesh`` is a part of it.
+    global_shape, dtype
+        Where they are given, must be the tensor's.
 
     Raises
     ------
     LayoutError
         They are not, or the arguments do not fit; on every rank.
     """
-    x = scatter.scatter_tensor(tensor, global_src, mesh, placements, requires_grad=requires_grad)
-    error = None
+    error, src = None, global_src
+    if isinstance(mesh, CartMesh):
+        if (found := rank_within(mesh, global_src)) is None:
+            error = LayoutError(
+                "scatter_tensor: no such source rank",
+                expected="a rank of the whole mesh that is in this part of it",
+                got=global_src,
+                fix="name the rank that mesh.get_rank() is on the source",
+            )
+        else:
+            src = found
+        guard.agree(mesh.all_ranks.comm, error)
+    x = scatter.scatter_tensor(tensor, src, mesh, placements, requires_grad=requires_grad)
     shape = tuple(x.shape)
     # compared as it is: of one rank's own, anything may be wrong
     told = tuple(global_shape) if isinstance(global_shape, Iterable) else global_shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from numbers import Integral
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -110,6 +111,17 @@ class DeviceMeshNames:
                 fix="name the dim, or take the sub-mesh of it",
             )
         return 0
+
+
+def rank_within(mesh: Any, rank: Any) -> int | None:
+    """Return the mesh rank of a rank of the whole mesh (`get_rank`); None if it is not in it. Not collective."""
+    if not isinstance(rank, Integral) or not 0 <= int(rank) < mesh.root_comm.Get_size():
+        return None
+    own, whole = mesh.all_ranks.comm.Get_group(), mesh.root_comm.Get_group()
+    (found,) = whole.Translate_ranks([int(rank)], own)
+    own.Free()
+    whole.Free()
+    return None if found == MPI.UNDEFINED else found
 
 
 def _process_group(mesh: Any) -> Any:

@@ -76,6 +76,21 @@ def test_what_contradicts_a_scattered_tensor_on_one_rank_raises_on_all(wrong):
     assert scatter_tensor(values(4, 3), 0, mesh, (ms.Shard(0),), global_shape=[4, 3]).shape == (4, 3)
 
 
+def test_the_source_of_a_scattered_tensor_is_a_rank_of_the_whole_mesh():
+    """Of a sub-mesh, too, as PhysicsNeMo counts: it is not the rank in that."""
+    for mesh in (mesh_of((-1, 1)), mesh_of((-1, 2) if WORLD.size % 2 == 0 else (1, -1)), mesh_of((1, -1))):
+        for m in range(2):
+            part = mesh[m]
+            ranks = part.all_ranks.comm.allgather(WORLD.rank)
+            for source in {ranks[0], ranks[-1]}:
+                x = scatter_tensor(values(4, seed=WORLD.rank), source, part, (ms.Shard(0),))
+                assert torch.equal(x.full_tensor(), values(4, seed=source))
+            odd = next((r for r in range(WORLD.size) if r not in ranks), WORLD.size)
+            wrong = odd if part.rank == part.size - 1 else ranks[0]
+            with pytest.raises(ms.LayoutError, match=r"(?s)scatter_tensor: no such source rank.*of the whole mesh"):
+                scatter_tensor(values(4), wrong, part, (ms.Shard(0),))
+
+
 def test_a_program_for_dtensor_runs_with_other_imports():
     mesh = ms.init_device_mesh("cpu", mesh_shape=(WORLD.size,), mesh_dim_names=("d",))
     full = values(7, 6)
