@@ -34,7 +34,6 @@ def explained(
     """
     if function in _GRADIENTS or isinstance(error, MpishardError) or not _is_ours(error):
         return None
-    answer: Exception | None = None
     with torch.no_grad(), unseen():
         few = all(x.numel() <= _FEW for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
         for stand_in in (_of_ones, without_data) if few else (without_data,):
@@ -45,8 +44,8 @@ def explained(
                     if stand_in is _of_ones:
                         return None  # it is torch's own
                 elif not isinstance(e, _STUMBLES_OF_META) and "meta" not in str(e):
-                    answer = e.with_traceback(None)
-    return answer
+                    return e.with_traceback(None)
+    return None
 
 
 def with_ints(

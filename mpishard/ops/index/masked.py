@@ -75,6 +75,8 @@ def masked_select(input: Any, mask: Any) -> ShardTensor:
 def nonzero(input: ShardTensor, *, as_tuple: bool = False) -> Any:
     """Return the global indices of cells that are not zero. Collective where the tensor is sharded."""
     x, mesh = resolved(input), input.mesh
+    if as_tuple and not x.ndim:
+        x = x.reshape(1)
     placements, cut = _rows([x.sharding])
     x = moved(x, layout_of(mesh.shape, placements, x.sharding.shape, [cut, *[None] * (x.ndim - 1)] if x.ndim else []))
     local = x.block.nonzero()

@@ -74,7 +74,7 @@ def histogram(
         operands.append(bins)
         bins = bins.detach()
     else:
-        options["range"] = _range(x) if range is None else range
+        options["range"] = (_range(x) if x.numel() else (0, 1)) if range is None else range
     counts, edges = torch.histogram(x.block, bins, **options)
     total = _summed(x, counts).block
     if density:
@@ -224,7 +224,7 @@ def histogramdd(input: Any, bins: Any, *, range: Any = None, weight: Any = None,
 def _ranges(x: ShardTensor) -> list[float]:
     """Return the least and the greatest coordinate along every axis of points."""
     if not x.numel():
-        return [0.0] * (2 * x.shape[-1])
+        return [0.0, 1.0] * x.shape[-1]
     lead = tuple(range(x.ndim - 1))
     low, high = (t.block.tolist() for t in (x.amin(lead), x.amax(lead)))
     return [float(v) for pair in zip(low, high) for v in pair]

@@ -26,6 +26,8 @@ def _norm(x: Any, p: Any, dim: Any, keepdim: bool, dtype: Any = None) -> ShardTe
         raise RuntimeError("linalg.vector_norm: Expected a non-complex scalar as the order of norm.")
     x = resolved(x)
     plan, local = reduced(x.sharding, dim, keepdim), x.block
+    if p is not None and p < 0 and not math.prod(x.shape):  # torch's own error, if it has one
+        torch.linalg.vector_norm(torch.empty(x.shape, dtype=x.dtype, device="cpu"), p, dim, keepdim)
     p = 2.0 if p is None else float(p)
     if not plan.over and (local.numel() or (p >= 0 and p != math.inf) or not math.prod(x.shape)):
         return wrap(torch.linalg.vector_norm(local, p, plan.dims, keepdim, dtype=dtype), plan.out, x.mesh)
@@ -127,11 +129,12 @@ def matrix_norm(
     if not plan.over:
         local = _matrix_norm(x, ord, (rows, columns), keepdim, dtype)
         return wrap(local, plan.out, x.mesh)
+    torch.linalg.matrix_norm(x.block.new_zeros(1, 1), ord, dtype=dtype)  # torch's own error for an order or a dtype
     if dtype is not None:
         x = x.to(dtype)
     if ord == "fro":
         return _norm(x, 2, (rows, columns), keepdim)
-    if ord in (1, -1, math.inf, -math.inf):
+    if ord in (1, -1, math.inf, -math.inf) and x.shape[rows] and x.shape[columns]:
         inner, outer = (rows, columns) if abs(ord) == 1 else (columns, rows)
         sums = x.abs().sum(inner, keepdim=True)
         y = (torch.amax if ord > 0 else torch.amin)(sums, (inner, outer), True)

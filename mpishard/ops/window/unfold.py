@@ -71,6 +71,7 @@ def unfold_dim(self: ShardTensor, dimension: int, size: int, step: int) -> Shard
     """
     x = resolved(self)
     if not x.ndim:
+        normal_dim(dimension, 0)
         if size > 1:
             raise RuntimeError(f"maximum size for tensor at dimension 0 is 1 but size is {size}")
         return x.reshape(1)[:size]  # type: ignore[no-any-return]

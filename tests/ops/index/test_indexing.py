@@ -206,6 +206,8 @@ def test_masks_pick_in_torchs_order():
         check(f, field(*SHAPE), range(3), case, count=6)
     same(lambda x: torch.nonzero(x > 0.3), field(*SHAPE), range(3), 2)
     same(lambda x: torch.argwhere(x > 0.3), field(*SHAPE), range(3), 3)
+    for found in (lambda x: x.nonzero(as_tuple=True), torch.where):
+        same(lambda x, found=found: found(x[0, 0, 0] > -9)[0], field(*SHAPE), range(3), 3)
     same(lambda x: torch.stack(torch.where(x > 0.3)), field(*SHAPE), range(3), 4)
 
 

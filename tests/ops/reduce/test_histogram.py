@@ -25,6 +25,14 @@ def test_histogram(part):
     same(lambda x: torch.histogram(x, 4, weight=x * x)[part], field(7, 5), (0, 1), 3, exact=False)
 
 
+def test_of_nothing():
+    for shape in ((0, 4), (3, 0)):
+        nothing = field(*shape).float()
+        for part in (0, 1):
+            same(lambda x, part=part: torch.histogram(x, 4)[part], nothing, (0, 1), 0)
+        same(lambda x: torch.histogramdd(x, 2)[1][0], field(0, 2).float(), (0, 1), 0)
+
+
 def test_bincount():
     same(torch.bincount, NUMBERS.reshape(-1), (0,), 0)
     same(lambda x: torch.bincount(x, minlength=20), NUMBERS.reshape(-1), (0,), 1)

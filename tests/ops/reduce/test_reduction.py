@@ -11,6 +11,7 @@ import torch
 import mpishard as ms
 from mpishard.ops.rule import reduction
 from tests.compare import WORLD, compare, gathered, layouts, mesh_of, mesh_shapes, shard
+from tests.ops.windows import refused_alike
 from tests.release import RELEASE
 
 INF = float("inf")
@@ -571,3 +572,28 @@ def test_cosines_of_short_vectors(eps):
         for dim in range(2):
             f = lambda x, y: torch.cosine_similarity(x, y, dim, eps)  # noqa: E731
             compare(f, [(t, mesh, placements, sizes) for t in (a, b)], what=f"{dim} {placements} {sizes}")
+
+
+def test_without_cells():
+    nothing = [torch.zeros(0, 3), torch.zeros(3, 0), torch.zeros(0, 0)]
+    for full in nothing:
+        for mesh, placements, sizes in few(full.shape, (0, 1), 2):
+            for order in (1, INF, -1, 2):
+                x = shard(full, mesh, placements, sizes)
+                try:
+                    expected = torch.linalg.matrix_norm(full, order)
+                except (RuntimeError, IndexError) as e:
+                    with pytest.raises(type(e), match="non-zero size"):
+                        torch.linalg.matrix_norm(x, order)
+                else:
+                    assert torch.equal(gathered(torch.linalg.matrix_norm(x, order)), expected)
+    for f in (torch.argmax, torch.argmin, torch.amax, torch.amin, torch.max, torch.min):
+        refused_alike(f, nothing[1])
+        refused_alike(lambda x, f=f: f(x, dim=1), nothing[1])
+    for dim in (None, 1, (0, 1)):
+        refused_alike(lambda x, dim=dim: torch.linalg.vector_norm(x, -1, dim), nothing[1])
+
+
+def test_matrix_norms_of_whole_numbers_are_refused():
+    for order in (1, -1, INF, "fro", 2):
+        refused_alike(lambda x, order=order: torch.linalg.matrix_norm(x, order), ties(4, 5).long())

@@ -94,6 +94,7 @@ def test_a_block_that_ends_within_a_group_is_moved():
 
 def test_torchs_own_errors():
     refused_alike(lambda t: t.unfold(2, 7, 1), field(2, 3, 6))
+    refused_alike(lambda t: t[0, 0].unfold(1, 1, 1), field(2, 3))
     refused_alike(lambda t: F.pixel_shuffle(t, 2), field(2, 3, 6, 6))
     refused_alike(lambda t: F.pixel_shuffle(t, 2), field(6, 6))
     refused_alike(lambda t: F.pixel_unshuffle(t, 4), field(2, 3, 6, 6))
