@@ -94,6 +94,15 @@ def _is_mask(x: Tensor) -> bool:
     return x.dtype in (torch.bool, torch.uint8)
 
 
+def require_extent(mask: Tensor, k: int, layout: Layout, dim: int) -> None:
+    """Refuse a mask whose dim ``k`` has another extent than the dim that it covers. Not collective."""
+    if mask.shape[k] != layout.shape[dim]:
+        raise IndexError(
+            f"The shape of the mask {list(mask.shape)} at index {k} does not match the shape of the indexed "
+            f"tensor {list(layout.shape)} at index {dim}"
+        )
+
+
 def _require_integers(index: Tensor) -> None:
     # of a tensor of one number torch takes every whole one
     taken = (torch.int64, torch.int32) if index.ndim else (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -131,11 +140,7 @@ def points_of(layout: Layout, per_dim: Sequence[Any]) -> Points:
             continue
         if isinstance(item, tuple):
             mask, k = item
-            if mask.shape[k] != layout.shape[d]:
-                raise IndexError(
-                    f"The shape of the mask {list(mask.shape)} at index {k} does not match the shape of the indexed "
-                    f"tensor {list(layout.shape)} at index {d}"
-                )
+            require_extent(mask, k, layout, d)
             if id(mask) not in found:
                 # beside other indices its cells must be known everywhere
                 found[id(mask)] = everywhere(mask).nonzero(as_tuple=True)

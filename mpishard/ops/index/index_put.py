@@ -22,6 +22,7 @@ from mpishard.ops.index.advanced import (
     mesh_dims_of,
     owned_cells,
     points_of,
+    require_extent,
     require_long,
     result_of,
     sole,
@@ -65,6 +66,8 @@ def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool
     """Write at the tensors of an index. Collective where the value must travel."""
     mesh = y.mesh
     masks = [d for d, item in enumerate(per_dim) if isinstance(item, tuple)]
+    for d in masks:
+        require_extent(*per_dim[d], y.sharding, d)  # where a mask selects, it would be broadcast
     if masks and len({id(per_dim[d][0]) for d in masks}) == 1 and len(masks) == sum(i is not None for i in per_dim):
         mask, after = per_dim[masks[0]][0], y.ndim - 1 - masks[-1]
         one = not isinstance(value, Tensor) or value.numel() == 1

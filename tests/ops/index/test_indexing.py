@@ -418,3 +418,17 @@ def test_what_is_no_index_is_refused(index):
             x[index]
         with pytest.raises((IndexError, TypeError)):
             x[index] = 2.0
+
+
+@pytest.mark.parametrize("shape", [(1,), (6,), (5, 1), (1, 7)], ids=str)
+def test_a_mask_of_another_shape_is_refused(shape):
+    full, mask = field(5, 7), torch.ones(shape, dtype=torch.bool)
+    for dim in range(2):
+        x = shard(full, mesh_of((WORLD.size,)), [ms.Shard(dim)])
+        for value in (2.0, torch.tensor(3.0), field(7)):
+            for y in (full.clone(), x):
+                with pytest.raises(IndexError, match="shape of the mask"):
+                    y[mask] = value
+                with pytest.raises(IndexError, match="shape of the mask"):
+                    y.index_put_((mask,), torch.as_tensor(value, dtype=y.dtype))
+        torch.testing.assert_close(gathered(x), full)
