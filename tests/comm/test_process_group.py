@@ -107,6 +107,13 @@ def test_reductions(world, op, expected):
     assert torch.equal(mine, expected(every)[2 * RANK : 2 * RANK + 2])
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+def test_means_of_unsigned_numbers(world, dtype):
+    x = torch.tensor([7, RANK + 1]).to(dtype)
+    dist.all_reduce(x, dist.ReduceOp.AVG)
+    assert x.tolist() == [7, (SIZE + 1) // 2]
+
+
 @pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT])
 def test_sums_and_products_of_truths(world, op):
     # the first is true on all ranks, the second on one, the third on none

@@ -30,6 +30,8 @@ _NAMES = {
 }
 # "any" and "all": DTensor asks for them by these names, as torch's other back-ends take them
 _OF_TRUTHS = {"sum": "max", "prod": "min"}
+# torch has no division of these
+_NOT_DIVIDED = (torch.uint16, torch.uint32, torch.uint64)
 # of whole bytes, which MPI has for memory of any integer type
 _BITWISE = {"band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
 
@@ -70,7 +72,9 @@ def reduced(x: Tensor, op: str, group: Group) -> None:
         _bitwise(x, op, group)
         return
     blocking.all_reduce(x, group, "sum" if op == "avg" else op, in_place=True)
-    if op == "avg":
+    if op == "avg" and x.dtype in _NOT_DIVIDED:
+        x.copy_(torch.from_numpy(x.cpu().numpy() // group.size))
+    elif op == "avg":
         x.div_(group.size, rounding_mode=None if x.is_floating_point() or x.is_complex() else "floor")
 
 
