@@ -27,10 +27,10 @@ from mpishard.layout import FEW, Layout, as_placements, by_dim, layout_of, weigh
 from mpishard.tensor.dtensor import (
     as_first_rank_has,
     check_dtypes,
-    check_metadata,
     check_same_values,
     mesh_and_placements,
     source_rank,
+    unfit,
     with_grad_placements,
 )
 from mpishard.tensor.factory import asked, check_sizes, given_placements
@@ -39,7 +39,7 @@ from mpishard.tensor.infer import inferred, told, unknown
 from mpishard.tensor.operand import moved, replicated_layout, resolved
 from mpishard.tensor.scatter import scattered
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
-from mpishard.tensor.strides import gapped_trail
+from mpishard.tensor.strides import gapped_trail, lent_trail
 
 
 @names_device_mesh
@@ -94,6 +94,10 @@ def from_local(
     >>> x = ms.ShardTensor.from_local(block, mesh, (ms.Shard(2), ms.Replicate()))
     """
     placements = given_placements("from_local", placements, mesh)
+
+    def misfit(layout: Layout) -> MpishardError | None:
+        return unfit(layout, shape, stride, grad_placements)
+
     is_text = isinstance(sharding_shapes, str)
     if not isinstance(sharding_shapes, Mapping) and not (is_text and sharding_shapes == "chunk"):
         error: MpishardError | None = None
@@ -103,10 +107,10 @@ def from_local(
             local = shared("from_local", local, mesh)
         except MpishardError as e:
             error = e
-        layout, gapped = inferred(local, mesh, placements, error)
+        layout, gapped = inferred(local, mesh, placements, error, misfit)
     else:
         gapped = False
-        local, layout = told(local, mesh, placements, sharding_shapes)
+        local, layout = told(local, mesh, placements, sharding_shapes, misfit)
     if 1 in local.shape and local.is_contiguous() and not local.requires_grad:
         # steps that do not count, of a row in a larger array, would tell this rank alone of gaps
         local = local.view(local.shape)
@@ -118,7 +122,8 @@ def from_local(
     x = ShardTensor(local, layout, mesh)
     if gapped:
         x._trail = gapped_trail(layout.shape)
-    check_metadata(x, shape, stride)
+    elif not local.is_contiguous():
+        x._trail = lent_trail(x)
     return x if grad_placements is None else with_grad_placements(x, local, grad_placements)
 
 

@@ -15,9 +15,10 @@ from mpishard.autograd.redistribute import run_steps
 from mpishard.autograd.replica import apart
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError
+from mpishard.errors import LayoutError, MpishardError
 from mpishard.layout import Layout, Replicate, as_placements, without_partial
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
+from mpishard.tensor.strides import row_major
 
 
 def as_first_rank_has(local: Tensor, layout: Layout, mesh: CartMesh) -> None:
@@ -28,27 +29,32 @@ def as_first_rank_has(local: Tensor, layout: Layout, mesh: CartMesh) -> None:
             local.copy_(blocking.broadcast(local.detach(), mesh.group(dims), 0))
 
 
-def check_metadata(x: ShardTensor, shape: Any, stride: Any) -> None:
-    """Refuse a global shape or stride that the blocks do not have.
-
-    Not collective: all ranks know the same.
-
-    Raises
-    ------
-    LayoutError
-        They differ.
-    """
-    for name, given, found in (("shape", shape, x.shape), ("stride", stride, x.stride())):
+def unfit(layout: Layout, shape: Any, stride: Any, grad_placements: Any) -> MpishardError | None:
+    """Return what is wrong with what a caller of `from_local` says beside its block, or None. Not collective."""
+    for name, given, found in (("shape", shape, layout.shape), ("stride", stride, row_major(layout.shape))):
         if given is None:
             continue
         given = tuple(given) if isinstance(given, Iterable) else given
-        if given != tuple(found):
-            raise LayoutError(
+        if given != found:
+            return LayoutError(
                 f"from_local: the global {name} is another",
-                expected=tuple(found),
+                expected=found,
                 got=given,
                 fix=f"leave {name}= out: it is found from the blocks of all ranks",
             )
+    try:
+        _held(layout, grad_placements)
+    except MpishardError as e:
+        return e
+    return None
+
+
+def _held(layout: Layout, grad_placements: Any) -> tuple[Layout, Layout]:
+    """Return the layout of a cotangent as it is, and as it is asked for."""
+    held = without_partial(layout)
+    if grad_placements is None:
+        return held, held
+    return held, given_layout("from_local", held, as_placements(grad_placements, len(layout.mesh_shape), layout.ndim))
 
 
 def with_grad_placements(x: ShardTensor, local: Tensor, grad_placements: Any) -> ShardTensor:
@@ -60,8 +66,7 @@ def with_grad_placements(x: ShardTensor, local: Tensor, grad_placements: Any) ->
     -----
     Adjoint: Replicate -> `Partial` where that is asked for: the sum of what the ranks get is the cotangent.
     """
-    held = without_partial(x.sharding)
-    given = given_layout("from_local", held, as_placements(grad_placements, x.mesh.ndim, x.ndim))
+    held, given = _held(x.sharding, grad_placements)
     if given is held:
         return x
     mesh = x.mesh

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,17 @@ from mpishard.errors import LayoutError, MpishardError, described
 from mpishard.layout import Layout, as_placements, bounds, layout_of, repeated
 from mpishard.tensor.foreign import shared
 
+# what else a caller says that is wrong of a layout
+Misfit = Callable[[Layout], MpishardError | None]
 _DTYPES = [d for d in vars(torch).values() if isinstance(d, torch.dtype)]
 
 
-def inferred(local: Tensor, mesh: CartMesh, placements: Any, error: MpishardError | None) -> tuple[Layout, bool]:
+def inferred(
+    local: Tensor, mesh: CartMesh, placements: Any, error: MpishardError | None, misfit: Misfit
+) -> tuple[Layout, bool]:
     """Return the layout of blocks whose sizes are gathered, and whether any is cut out of a larger array, or turned.
 
-    Collective; an error of one rank is one of all.
+    Collective; an error of one rank is one of all, as is what ``misfit`` says of the layout.
 
     In a loop over time steps the same blocks come again, and one reduction tells all ranks so.
     """
@@ -42,12 +46,14 @@ def inferred(local: Tensor, mesh: CartMesh, placements: Any, error: MpishardErro
     key = ("from_local", kind, None if error else local.shape, given, dense)
     # a number of the last layout that such a block was part of, and of what it was, and that layout
     last: list[Any] = mesh.keep(key, lambda: [0, None])
-    if are_alike("from_local", (last[0],), group) and last[0]:
+    known = 0 if last[0] and misfit(last[1][0]) else last[0]
+    if are_alike("from_local", (known,), group) and known:
         return last[1]  # type: ignore[no-any-return]
     layout = _found(local, mesh, given, kind, group)
     if layout is None:
         guard.agree(group.comm, error, "from_local")
         raise guard.common(LayoutError(_misfit(local, mesh, given, kind, group)), group.comm)
+    guard.agree(group.comm, misfit(layout), "from_local")
     gapped = not are_alike("from_local", (dense,), group) or not dense
     last[:] = digest((kind, layout, gapped)), (layout, gapped)
     return layout, gapped
@@ -111,7 +117,7 @@ def unknown(sharding_shapes: Any) -> LayoutError:
     )
 
 
-def told(local: Tensor, mesh: CartMesh, placements: Any, sharding_shapes: Any) -> tuple[Tensor, Layout]:
+def told(local: Tensor, mesh: CartMesh, placements: Any, sharding_shapes: Any, misfit: Misfit) -> tuple[Tensor, Layout]:
     """Return this rank's block, and the layout of all by what the caller says of their sizes.
 
     Collective the first time that a layout occurs: ranks that were told different ones would compute on, each on a
@@ -120,6 +126,8 @@ def told(local: Tensor, mesh: CartMesh, placements: Any, sharding_shapes: Any) -
     with together("from_local", mesh):
         local = shared("from_local", local, mesh)
         layout = _told(local, mesh, placements, sharding_shapes)
+        if error := misfit(layout):
+            raise error
     return local, mesh.plan(("from_local", layout, local.dtype, local.requires_grad), lambda: layout)
 
 

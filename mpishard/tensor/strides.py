@@ -51,6 +51,15 @@ def gapped_trail(shape: tuple[int, ...]) -> Trail:
     return laid(shape, tuple(2 * s for s in row_major(tuple(n + 1 for n in shape))))
 
 
+def lent_trail(x: ShardTensor) -> Trail | None:
+    """Return the trail of a block that the user gave, which stays in a larger array; None if it is dense itself.
+
+    Not collective.
+    """
+    own, strides = x.block.shape, x.block.stride()
+    return None if _dense(own, own, strides) == strides else laid(x.sharding.shape, strides_of(x))
+
+
 def strides_of(x: ShardTensor) -> Strides:
     """Return the strides that ``x`` has in torch, where its root is dense. Not collective."""
     return _followed(trail_of(x))[1]

@@ -178,6 +178,38 @@ def test_from_local_takes_what_dtensors_takes():
         ms.ShardTensor.from_local(own, mesh=mesh, device_mesh=mesh)
 
 
+@pytest.mark.parametrize(("how", "warm"), [("infer", False), ("infer", True), ("chunk", False), ("sizes", False)])
+def test_what_one_rank_says_wrong_to_from_local_is_an_error_of_all(how, warm):
+    """With sizes told the first call of a layout alone is collective."""
+    mesh, n = ms.init_mesh((-1,), ("rows",)), 2 * WORLD.size
+    told = {0: (2,) * WORLD.size} if how == "sizes" else how
+
+    def made(**said):
+        return ms.ShardTensor.from_local(torch.ones(2, 3), mesh, [ms.Shard(0)], told, **said)
+
+    for bad in ({"shape": (n + 1, 3)}, {"stride": (1, n)}, {"grad_placements": [ms.Shard(1)]}, {"shape": 5}):
+        for last in {0, WORLD.size - 1}:
+            if warm:
+                made()
+            with pytest.raises(ms.LayoutError, match="from_local"):
+                made(**bad if WORLD.rank == last else {})
+    assert made(shape=(n, 3), stride=(3, 1)).sum().item() == 3 * n
+    mesh.free()
+
+
+def test_a_block_of_a_larger_array_stays_in_it():
+    """Whatever its sizes were told by: what is written into the tensor later is in the array."""
+    for told in ("infer", "chunk", {0: (2,) * WORLD.size}):
+        big = torch.ones(2, 6)
+        x = ms.ShardTensor.from_local(big[:, 1:-1], line(), [ms.Shard(0)], told)
+        x.contiguous()
+        x.reshape(-1)
+        x.mul_(2)
+        assert big.sum() == 4 + 16
+        x.view(-1).mul_(2)
+        assert big.sum() == 4 + 32
+
+
 def test_grad_placements_of_from_local():
     mesh = line()
     weight = values(4)
