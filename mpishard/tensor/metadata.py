@@ -123,10 +123,24 @@ def _ambiguous(values: str) -> NoReturn:
     raise RuntimeError(f"Boolean value of Tensor with {values} is ambiguous")
 
 
-implements(torch.Tensor.__int__, sharded="local")(lambda self: int(whole_value(self)))
-implements(torch.Tensor.__float__, sharded="local")(lambda self: float(whole_value(self)))
-implements(torch.Tensor.__complex__, sharded="local")(lambda self: complex(whole_value(self)))
-implements(torch.Tensor.__index__, sharded="local")(lambda self: whole_value(self).__index__())
+def _number_rule(kind: Callable[[torch.Tensor], Any], error: type, text: str) -> Callable[[ShardTensor], Any]:
+    def rule(self: ShardTensor) -> Any:
+        if numel(self) != 1:
+            raise error(text)
+        return kind(whole_value(self))
+
+    return rule
+
+
+for _kind in (int, float, complex):
+    implements(getattr(torch.Tensor, f"__{_kind.__name__}__"), sharded="local")(
+        _number_rule(_kind, ValueError, "only one element tensors can be converted to Python scalars")
+    )
+implements(torch.Tensor.__index__, sharded="local")(
+    _number_rule(
+        torch.Tensor.__index__, TypeError, "only integer tensors of a single element can be converted to an index"
+    )
+)
 implements(torch.is_nonzero, torch.Tensor.is_nonzero, sharded="local")(lambda self: bool(whole_value(self)))
 
 

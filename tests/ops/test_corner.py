@@ -1,5 +1,7 @@
 """Corners of many functions: plain beside sharded operands, tensors without dims, nothing to index, odd masks."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -367,3 +369,22 @@ def test_repeats_that_are_no_number(repeats):
     x = ms.ones(4, 3, mesh=ms.init_mesh((-1,), ("y",)), placements=(ms.Shard(0),))
     with pytest.raises(TypeError, match="repeat_interleave"):
         x.repeat_interleave(repeats, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        float,
+        int,
+        complex,
+        lambda x: x.__index__(),
+        torch.bincount,
+        lambda x: (x > 0).cumsum_(0),
+        lambda x: (x > 0).cumprod_(0),
+    ],
+)
+def test_errors_are_of_torchs_kind(wrong):
+    with pytest.raises(Exception) as torchs:  # noqa: PT011 (whichever it is)
+        wrong(VECTOR.clone())
+    with pytest.raises(torchs.type, match=re.escape(str(torchs.value).splitlines()[0])):
+        wrong(shard(VECTOR, mesh_of((WORLD.size,)), (ms.Shard(0),)))

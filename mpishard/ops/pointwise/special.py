@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from mpishard.ops.pointwise.pointwise import in_place, pointwise
 from mpishard.ops.rule.dim import kept, require_dtype
@@ -52,9 +54,20 @@ def glu(input: ShardTensor, dim: int = -1) -> Any:
 
 implements(torch.Tensor.__contains__, sharded="local")(lambda self, element: bool((self == element).any()))
 implements(torch.Tensor.__reversed__, sharded="local")(lambda self: torch.flip(self, (0,)) if self.ndim else self)
+
+
+def _scan_in_place(name: str) -> Callable[..., Any]:
+    def own(x: Tensor) -> Tensor:
+        return getattr(torch.Tensor, f"{name}_")(x.detach(), 0)  # type: ignore[no-any-return]
+
+    def rule(self: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+        require_dtype(self, own)  # of truths torch has none
+        return self.copy_(getattr(kept(self), name)(*args, **kwargs))
+
+    return rule
+
+
 for _name in ("cumsum", "cumprod"):
-    implements(getattr(torch.Tensor, f"{_name}_"), sharded="local")(
-        lambda self, *args, _name=_name, **kwargs: self.copy_(getattr(kept(self), _name)(*args, **kwargs))
-    )
+    implements(getattr(torch.Tensor, f"{_name}_"), sharded="local")(_scan_in_place(_name))
 for _name, _twin in (("__long__", "__int__"), ("__nonzero__", "__bool__")):
     implements(getattr(torch.Tensor, _name), sharded="local")(RULES[getattr(torch.Tensor, _twin)])

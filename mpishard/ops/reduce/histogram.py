@@ -87,6 +87,7 @@ def histogram(
 def bincount(input: ShardTensor, weights: Any = None, minlength: int = 0) -> ShardTensor:
     """Count (or weigh) every value of a vector of integers. Collective: small all-reduces; the cells stay."""
     x = on_mesh(input, mesh_of((input, weights)))
+    require_dtype(x, torch.bincount)
     lo, hi = _range(x)
     if x.ndim != 1 or lo < 0:
         raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
