@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from inspect import signature
 from numbers import Integral
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -129,20 +130,25 @@ def _process_group(mesh: Any) -> Any:
     return import_module("mpishard.comm.torch_distributed.process_group").process_group(mesh)
 
 
-def names_device_mesh(function: F) -> F:
-    """Let a function take its argument ``mesh`` by DTensor's name for it, ``device_mesh``, too. Not collective."""
+_DTENSORS = {"device_mesh": "mesh", "local_tensor": "local"}
+
+
+def names_of_dtensor(function: F) -> F:
+    """Let a function take its arguments ``mesh`` and ``local`` by DTensor's names for them, too. Not collective."""
+    known = signature(function).parameters
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if "device_mesh" in kwargs:
-            if "mesh" in kwargs:
-                raise MeshError(
-                    f"{function.__name__}: two meshes",
-                    expected="mesh=, or device_mesh=, which is the same",
-                    got="both",
-                    fix="leave one out",
-                )
-            kwargs["mesh"] = kwargs.pop("device_mesh")
+        for theirs, ours in _DTENSORS.items():
+            if theirs in kwargs and ours in known:
+                if ours in kwargs:
+                    raise MeshError(
+                        f"{function.__name__}: one argument by two names",
+                        expected=f"{ours}=, or {theirs}=, which is the same",
+                        got="both",
+                        fix="leave one out",
+                    )
+                kwargs[ours] = kwargs.pop(theirs)
         return function(*args, **kwargs)
 
     return cast(F, call)

@@ -13,7 +13,7 @@ from mpishard.autograd.argument import require, require_functions, require_mesh,
 from mpishard.autograd.replica import KEEPER, join_small, replicate
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
-from mpishard.comm.device_mesh import names_device_mesh
+from mpishard.comm.device_mesh import names_of_dtensor
 from mpishard.comm.memory.buffer import uncopied, unfit
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, UnsupportedOperationError
@@ -23,7 +23,7 @@ from mpishard.tensor.shard_tensor import ShardTensor
 _BROADCAST_NBYTES = 64 << 20
 
 
-@names_device_mesh
+@names_of_dtensor
 def distribute_module(
     module: nn.Module,
     mesh: CartMesh,

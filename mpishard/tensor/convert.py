@@ -18,7 +18,7 @@ from mpishard.autograd.argument import is_plain, require, together, whole_number
 from mpishard.autograd.linear import in_transform
 from mpishard.autograd.plain import given_layout, taken
 from mpishard.comm import guard
-from mpishard.comm.device_mesh import names_device_mesh
+from mpishard.comm.device_mesh import names_of_dtensor
 from mpishard.comm.halo.exchanger import Width
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import two_meshes
@@ -42,7 +42,7 @@ from mpishard.tensor.shard_tensor import ShardTensor, wrap
 from mpishard.tensor.strides import gapped_trail, lent_trail
 
 
-@names_device_mesh
+@names_of_dtensor
 def from_local(
     local: Tensor,
     mesh: CartMesh,
@@ -127,7 +127,7 @@ def from_local(
     return x if grad_placements is None else with_grad_placements(x, local, grad_placements)
 
 
-@names_device_mesh
+@names_of_dtensor
 def distribute_tensor(
     tensor: Tensor,
     mesh: CartMesh,

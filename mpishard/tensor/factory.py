@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mpishard.autograd.argument import require, require_mesh, together
 from mpishard.autograd.graph import recorded
-from mpishard.comm.device_mesh import names_device_mesh
+from mpishard.comm.device_mesh import names_of_dtensor
 from mpishard.comm.halo.exchanger import Width
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError
@@ -76,7 +76,7 @@ def given_placements(name: str, placements: Any, mesh: CartMesh) -> Any:
 
 def _called_as_dtensor(function: F) -> F:
     """Let a factory be called as DTensor's is, with ``device_mesh`` and a memory layout. Not collective."""
-    named = names_device_mesh(function)
+    named = names_of_dtensor(function)
 
     @wraps(function)
     def call(*args: Any, layout: torch.layout = torch.strided, **kwargs: Any) -> Any:

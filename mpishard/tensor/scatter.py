@@ -11,7 +11,7 @@ from mpishard.autograd.argument import require_mesh, valueless, whole_number
 from mpishard.autograd.graph import recorded
 from mpishard.comm import guard
 from mpishard.comm.collective.transfer import scatter_blocks
-from mpishard.comm.device_mesh import names_device_mesh
+from mpishard.comm.device_mesh import names_of_dtensor
 from mpishard.comm.memory.buffer import uncopied, unfit
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, UnsupportedDtypeError, UnsupportedOperationError
@@ -21,7 +21,7 @@ from mpishard.tensor.factory import asked, check_sizes, new_layout
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
-@names_device_mesh
+@names_of_dtensor
 def scatter_tensor(
     tensor: Tensor | None,
     src: int,

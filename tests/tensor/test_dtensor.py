@@ -170,12 +170,15 @@ def test_from_local_takes_what_dtensors_takes():
     for wrong in ({"shape": (rows + 1, 3)}, {"stride": (1, rows)}):
         with pytest.raises(ms.LayoutError, match=r"the global (shape|stride) is another"):
             ms.ShardTensor.from_local(local, mesh, [ms.Shard(0)], **wrong)
+    assert ms.ShardTensor.from_local(local_tensor=local, mesh=mesh, placements=[ms.Shard(0)]).sharding == x.sharding
     shapes = {0: [torch.Size((2 + r, 3)) for r in range(WORLD.size)]}
     assert ms.ShardTensor.from_local(local, mesh, [ms.Shard(0)], sharding_shapes=shapes).sharding == x.sharding
     own = torch.full((2,), float(WORLD.rank))
     assert ms.ShardTensor.from_local(own, mesh, run_check=True).to_local().tolist() == [0, 0]
-    with pytest.raises(ms.MeshError, match="two meshes"):
+    with pytest.raises(ms.MeshError, match="by two names"):
         ms.ShardTensor.from_local(own, mesh=mesh, device_mesh=mesh)
+    with pytest.raises(ms.MeshError, match="by two names"):
+        ms.ShardTensor.from_local(local=own, local_tensor=own, mesh=mesh)
 
 
 @pytest.mark.parametrize(("how", "warm"), [("infer", False), ("infer", True), ("chunk", False), ("sizes", False)])
