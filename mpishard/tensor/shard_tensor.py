@@ -301,6 +301,7 @@ class ShardTensor(Tensor):
         if getattr(self, "_is_param", False) and id(block) not in memo:  # torch copies a parameter without its gradient
             memo[id(block)] = block.detach().clone().requires_grad_(block.requires_grad)
         out = wrap(copy.deepcopy(block, memo), self.sharding, self.mesh)
+        out._trail = self._trail  # torch copies what a view leaves out, too
         memo[id(self)] = self._as_kept(out)
         return out
 

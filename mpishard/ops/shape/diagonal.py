@@ -73,11 +73,11 @@ def diag_embed(input: ShardTensor, offset: int = 0, dim1: int = -2, dim2: int = 
 
 @implements(torch.diag, torch.Tensor.diag, sharded="gathers")
 def diag(input: ShardTensor, diagonal_: int = 0, *, diagonal: int | None = None) -> ShardTensor:
-    """Return the diagonal of a matrix, or the matrix of a diagonal. Collective where it gathers sharded dims."""
+    """Copy the diagonal of a matrix, or return the matrix of one. Collective where it gathers sharded dims."""
     if input.ndim not in (1, 2):
         raise RuntimeError(f"diag(): Supports 1D or 2D tensors. Got {input.ndim}D")
     offset = diagonal_ if diagonal is None else diagonal
-    return diag_embed(input, offset) if input.ndim == 1 else torch.diagonal(input, offset)  # type: ignore[return-value]
+    return diag_embed(input, offset) if input.ndim == 1 else torch.diagonal(input, offset).clone()  # type: ignore[return-value]
 
 
 @implements(torch.trace, torch.Tensor.trace, sharded="reduction")

@@ -5,6 +5,8 @@ A block of one row is contiguous in every order, one without cells too: torch's 
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -372,3 +374,21 @@ def test_a_result_without_cells_is_no_view_of_its_operand(name):
             with torch.no_grad():
                 z.mul_(2)
             saved.abs().sum().backward()
+
+
+def test_a_deep_copy_of_a_part_leaves_out_what_the_part_does():
+    full = torch.arange(4.0 * (P + 1)).view(P + 1, 4)
+    for view in (lambda x: x[:, :2], lambda x: x[:, ::2].t(), lambda x: x.t(), lambda x: x):
+        x, expected = (copy.deepcopy(view(z)) for z in (rows(full), full))
+        for y in (x, expected):
+            y.contiguous().add_(100)
+        torch.testing.assert_close(gathered(x), expected)
+
+
+def test_diag_copies_a_diagonal():
+    full = torch.ones(P + 1, P + 1)
+    for dim in (0, None):
+        x = rows(full) if dim == 0 else shard(full, mesh_of((P,)), (ms.Replicate(),))
+        torch.diag(x).add_(1)
+        x.diag(1).zero_()
+        torch.testing.assert_close(gathered(x), full)
