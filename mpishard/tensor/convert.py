@@ -121,7 +121,7 @@ def from_local(
         as_first_rank_has(local, layout, mesh)
     x = ShardTensor(local, layout, mesh)
     if gapped:
-        x._trail = gapped_trail(layout.shape)
+        x._trail = gapped_trail(x)
     elif not local.is_contiguous():
         x._trail = lent_trail(x)
     return x if grad_placements is None else with_grad_placements(x, local, grad_placements)

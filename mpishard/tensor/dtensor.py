@@ -71,7 +71,9 @@ def with_grad_placements(x: ShardTensor, local: Tensor, grad_placements: Any) ->
         return x
     mesh = x.mesh
     step: Step = pair(same, lambda g: run_steps(mesh, held, given, g))
-    return wrap(apply(step, local), x.sharding, mesh)
+    out = wrap(apply(step, local), x.sharding, mesh)
+    out._trail = x._trail
+    return out
 
 
 def mesh_and_placements(x: ShardTensor, device_mesh: Any, placements: Any) -> Any:

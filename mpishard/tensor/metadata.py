@@ -10,11 +10,10 @@ import torch
 import torch.utils.dlpack
 
 from mpishard.comm.null import A_VALUE, no_values
-from mpishard.layout import runs_of
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor
-from mpishard.tensor.strides import is_dense, row_major
+from mpishard.tensor.strides import is_dense_alike, row_major
 
 # torch's own descriptors and methods, which read only what the wrapper knows
 _OF_LOCAL = (
@@ -68,15 +67,9 @@ def is_contiguous(self: ShardTensor, memory_format: torch.memory_format = torch.
     """Tell whether the tensor lies in a memory format: the same on every rank. Not collective.
 
     A block of one cell, or none, along a dim in which others have more lies in several formats. Where a rank has one,
-    and the tensor is no view, the answer is that for a new tensor: ``view`` takes all of them.
+    the answer is that for a new tensor, and for views of it: ``view`` takes all of them.
     """
-    own = is_dense(self, memory_format)
-    if self._trail is not None:
-        return own
-    for n, sizes in zip(self.sharding.shape, self.sharding.sizes):
-        if sizes is not None and min(s for s, _ in runs_of(sizes)) < min(n, 2):
-            return memory_format is torch.contiguous_format
-    return own
+    return is_dense_alike(self, memory_format)
 
 
 @implements(torch.result_type, sharded="local")

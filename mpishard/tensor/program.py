@@ -283,7 +283,7 @@ def _agreed(comm: Any, act: Callable[[], None]) -> None:
 
 def _flags(x: ShardTensor) -> Flags:
     # of x[i] the same for every i
-    return x._gathered_view, None if x._trail is None else laid(x.sharding.shape, strides_of(x))
+    return x._gathered_view, None if x._trail is None else laid(x, x.sharding.shape, strides_of(x))
 
 
 def _flagged(x: ShardTensor, flags: Flags) -> ShardTensor:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.graph import unseen
+from mpishard.layout import Layout, runs_of
 from mpishard.tensor.shard_tensor import ShardTensor
 
-# shape of a root, shape and strides of this rank's block of it, and a tuple (name, arguments) for each view since
+# layout of a root, shape and strides of this rank's block of it, and a tuple (name, arguments) for each view since
 Trail = tuple[Any, ...]
 Strides = tuple[int, ...]
 _LONG = 19  # of views in a loop, such as x.t_()
@@ -27,7 +28,7 @@ _CACHED = 65536
 
 def trail_of(x: ShardTensor) -> Trail:
     """Return the trail of ``x``, itself a root if it is no view. Not collective."""
-    return x._trail or (x.sharding.shape, x.block.shape, x.block.stride())
+    return x._trail or (x.sharding, x.block.shape, x.block.stride())
 
 
 def trodden(x: ShardTensor, *view: Any) -> Trail:
@@ -37,18 +38,19 @@ def trodden(x: ShardTensor, *view: Any) -> Trail:
     """
     trail = x._trail
     if trail is None:
-        return x.sharding.shape, x.block.shape, x.block.stride(), view
-    return (*trail, view) if len(trail) < _LONG else (*laid(*_followed(trail)), view)
+        return x.sharding, x.block.shape, x.block.stride(), view
+    return (*trail, view) if len(trail) < _LONG else (*laid(x, *_followed(trail)), view)
 
 
-def laid(shape: tuple[int, ...], strides: Strides) -> Trail:
-    """Return the trail of what lies so in memory. Not collective."""
-    return shape, shape, strides, ("as_strided", shape, strides)
+def laid(x: ShardTensor, shape: tuple[int, ...], strides: Strides) -> Trail:
+    """Return the trail of a view of ``x`` that lies so in memory. Not collective."""
+    return (*trail_of(x)[:3], ("as_strided", shape, strides))
 
 
-def gapped_trail(shape: tuple[int, ...]) -> Trail:
+def gapped_trail(x: ShardTensor) -> Trail:
     """Return the trail of blocks that the user cut out of larger arrays: as of every other cell. Not collective."""
-    return laid(shape, tuple(2 * s for s in row_major(tuple(n + 1 for n in shape))))
+    shape = x.sharding.shape
+    return laid(x, shape, tuple(2 * s for s in row_major(tuple(n + 1 for n in shape))))
 
 
 def lent_trail(x: ShardTensor) -> Trail | None:
@@ -57,7 +59,7 @@ def lent_trail(x: ShardTensor) -> Trail | None:
     Not collective.
     """
     own, strides = x.block.shape, x.block.stride()
-    return None if _dense(own, own, strides) == strides else laid(x.sharding.shape, strides_of(x))
+    return None if _dense(own, own, strides) == strides else laid(x, x.sharding.shape, strides_of(x))
 
 
 def strides_of(x: ShardTensor) -> Strides:
@@ -68,6 +70,44 @@ def strides_of(x: ShardTensor) -> Strides:
 def is_dense(x: ShardTensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
     """Tell whether ``x`` is contiguous in torch. Not collective."""
     return _is_dense(trail_of(x), memory_format)
+
+
+def is_known(x: ShardTensor) -> bool:
+    """Tell whether all ranks know how ``x`` lies: of its root a block of one row, or of none, may not tell.
+
+    Not collective: the same on every rank.
+    """
+    return _tells(trail_of(x)[0])
+
+
+def is_dense_alike(x: ShardTensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    """Tell whether ``x`` is contiguous in torch, or were so if its root is row-major: the same on every rank.
+
+    Not collective.
+    """
+    return _is_dense(_alike(x), memory_format)
+
+
+def strides_alike(x: ShardTensor) -> Strides:
+    """Return the strides of ``x`` in torch, or those that it has if its root is row-major: the same on every rank.
+
+    Not collective.
+    """
+    return _followed(_alike(x))[1]
+
+
+def _alike(x: ShardTensor) -> Trail:
+    if is_known(x):
+        return trail_of(x)
+    layout, _, _, *views = trail_of(x)
+    return layout, layout.shape, row_major(layout.shape), *views
+
+
+@lru_cache(maxsize=_CACHED)
+def _tells(layout: Layout) -> bool:
+    return all(
+        sizes is None or min(s for s, _ in runs_of(sizes)) >= min(n, 2) for n, sizes in zip(layout.shape, layout.sizes)
+    )
 
 
 @lru_cache(maxsize=_CACHED)
@@ -98,7 +138,8 @@ def _is_dense(trail: Trail, memory_format: torch.memory_format) -> bool:
 def _followed(trail: Trail) -> tuple[tuple[int, ...], Strides]:
     """Return the shape and strides at the end of a trail."""
     if len(trail) == 3:
-        return trail[0], _dense(*trail)
+        layout, block, strides = trail
+        return layout.shape, _dense(layout.shape, block, strides)
     name, *given = trail[-1]
     if name == "as_strided":
         return tuple(given)  # type: ignore[return-value]

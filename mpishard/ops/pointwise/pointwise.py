@@ -16,7 +16,6 @@ from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import (
     beside,
     ints,
-    join,
     other_device,
     plain,
     prepare_write,
@@ -227,7 +226,7 @@ def _alias_rule(func: Any, splits: bool = False) -> Callable[..., Any]:
         if out.block is x.block:
             return x
         if splits and x.is_complex():
-            out._trail = laid(x.sharding.shape, tuple(2 * s for s in strides_of(x)))
+            out._trail = laid(x, x.sharding.shape, tuple(2 * s for s in strides_of(x)))
         elif x._trail is not None and shares_memory(out.block, x.block):
             out._trail = x._trail
         if x._gathered_view and (splits or shares_memory(out.block, x.block)):
@@ -244,9 +243,7 @@ def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format)
     """Return the tensor itself where torch does, else a copy. Collective where it is Partial."""
     x = settled(input)
     if x._halo is None and is_dense(x, memory_format):
-        if x._trail is None:
-            join(x, memory_format)
-        return x
+        return x  # its block may be cut out of a larger one all the same, by a rule: it shares that with earlier views
     local = x.block.contiguous(memory_format=memory_format)
     return wrap(local.clone(memory_format=memory_format) if local is x.block else local, x.sharding, x.mesh)
 

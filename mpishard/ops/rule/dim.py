@@ -84,19 +84,19 @@ def local_shape(layout: Layout, coords: tuple[int, ...]) -> tuple[int, ...]:
     return layout.local_shape(coords)
 
 
-def join(x: ShardTensor, memory_format: torch.memory_format = torch.contiguous_format) -> None:
+def join(x: ShardTensor) -> None:
     """Make the block of ``x`` contiguous, as torch's own tensor is, so that views share its memory. Not collective.
 
     It is cut out of a larger array, by a rule.
     """
-    if x.block.is_contiguous(memory_format=memory_format):
+    if x.block.is_contiguous():
         return
     if x.block.is_leaf and x.block.requires_grad:
         if traced.recording is None:
-            x.block.data = x.block.data.contiguous(memory_format=memory_format)
+            x.block.data = x.block.data.contiguous()
         return
     with torch.enable_grad():
-        block = x.block.contiguous(memory_format=memory_format)
+        block = x.block.contiguous()
     rebind(x, block, x.sharding)
 
 

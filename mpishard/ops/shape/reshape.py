@@ -40,7 +40,7 @@ from mpishard.ops.rule.dim import (
 from mpishard.ops.shape.reshape_exchange import DimGroup, cut_near, regrouped, spread
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, rebind, wrap
-from mpishard.tensor.strides import exists, is_dense, trodden
+from mpishard.tensor.strides import exists, is_dense, is_known, trodden
 
 
 class Reshape(NamedTuple):
@@ -178,8 +178,7 @@ def _reshaped(self: ShardTensor, given: tuple[int, ...], *, copies: bool) -> Sha
         y = wrap(regrouped(x.block, x.mesh, plan.before, out, plan.groups), out, x.mesh)
         if is_view:
             y._trail = trail
-        # without cells the order of the dims may be lost
-        y._gathered_view = is_view or not copies or _has_empty_blocks(x.sharding)
+        y._gathered_view = is_view or not copies or not is_known(x)
         return y
     shape = local_shape(out, x.mesh.coords)
     if is_view and (steps or x._halo is None):
@@ -200,10 +199,6 @@ def _reshaped(self: ShardTensor, given: tuple[int, ...], *, copies: bool) -> Sha
     return y
 
 
-def _has_empty_blocks(layout: Layout) -> bool:
-    return any(s == 0 for sizes in layout.sizes if sizes is not None for s, _ in runs_of(sizes))
-
-
 def _joined_up(self: ShardTensor, x: ShardTensor) -> None:
     own = x.block
     join(x)
@@ -222,11 +217,11 @@ def _view_dtype(self: ShardTensor, dtype: torch.dtype) -> ShardTensor:
         return viewed(x, x.block.view(dtype), x.sharding, x._trail)
     layout = x.sharding
     if old != new:
-        if x._halo is not None or not is_dense(x):
+        if x._halo is None and x._trail is None:
+            _joined_up(self, x)
+        elif x._halo is not None or not (is_known(x) and is_dense(x)):
             x = wrap(x.block.clone(memory_format=torch.contiguous_format), x.sharding, x.mesh)
             x._gathered_view = True
-        elif x._trail is None:
-            _joined_up(self, x)
         n = layout.shape[last] * old // new
         layout = resized(layout, last, n, None if sizes is None else tuple(s * old // new for s in sizes))
     if x.block.numel() or not self.numel():

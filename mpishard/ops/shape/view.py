@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpishard.autograd.graph import unseen
 from mpishard.layout import Layout
 from mpishard.ops.rule.dim import (
     CACHED,
@@ -25,7 +26,7 @@ from mpishard.ops.rule.dim import (
 )
 from mpishard.tensor.registry import aten, implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor
-from mpishard.tensor.strides import laid, strides_of, trodden
+from mpishard.tensor.strides import laid, strides_alike, strides_of, trodden
 
 # -- order
 
@@ -255,7 +256,7 @@ def view_as_real(input: ShardTensor) -> ShardTensor:
         # torch takes a cotangent without cells as it is, whose strides may be 0, and refuses it on this rank alone
         local.register_hook(lambda g: g.reshape(0).view(g.shape))
     shape, strides = (*x.sharding.shape, 2), (*(2 * s for s in strides_of(x)), 1)
-    return viewed(x, local, mapped(x.sharding, (*range(x.ndim), -1), shape), laid(shape, strides))
+    return viewed(x, local, mapped(x.sharding, (*range(x.ndim), -1), shape), laid(x, shape, strides))
 
 
 @implements(torch.view_as_complex, sharded="local")
@@ -265,6 +266,13 @@ def view_as_complex(input: ShardTensor) -> ShardTensor:
     last = x.ndim - 1
     if last in x.sharding.shard_dims:
         x = whole_along(x, (last,))
-    strides = tuple(s // 2 for s in strides_of(x)[:last])
+    with unseen():  # torch's own error, on all ranks
+        torch.view_as_complex(torch.empty_strided(x.shape, strides_alike(x), dtype=x.dtype, device="meta"))
     out = without(x.sharding, (last,))
-    return viewed(x, torch.view_as_complex(x.block), out, laid(out.shape, strides))
+    trail = laid(x, out.shape, tuple(s // 2 for s in strides_of(x)[:last]))
+    try:
+        return viewed(x, torch.view_as_complex(x.block), out, trail)
+    except RuntimeError:  # of a block that begins at an odd number
+        y = viewed(x, torch.view_as_complex(x.block.clone(memory_format=torch.contiguous_format)), out, trail)
+        y._gathered_view = True
+        return y

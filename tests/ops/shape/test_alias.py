@@ -123,7 +123,7 @@ def test_ranks_without_cells_know_whether_others_copy(name, columns):
 
 
 def test_the_reshape_of_a_turned_block_is_a_copy():
-    full = torch.arange(12.0).view(6, 2)
+    full = torch.arange(4.0 * P).view(2 * P, 2)
     block = rows(full).to_local()
     x = ms.ShardTensor.from_local(block.t().contiguous().t(), mesh_of((P,)), (ms.Shard(0),))
     for change in (lambda y: y.mul_(2), lambda y: y.__setitem__(slice(1, 3), -1.0)):
@@ -136,7 +136,7 @@ def test_the_reshape_of_a_turned_block_is_a_copy():
 PARTS = {
     "columns of a transposed result": ((8, 3), 0, lambda x: (y := x.t() * 2, y[:, :1])),
     "rows of one": ((8, 3), 0, lambda x: (y := x.t() * 2, y[:1])),
-    "cells of one": ((8, 3), 1, lambda x: (y := x.t().clone(), y[:, 1])),
+    "cells of one": ((8, 12), 1, lambda x: (y := x.t().clone(), y[:, 1])),
     "planes in channels-last": (
         (1, 3, 8, 1),
         2,
@@ -153,6 +153,7 @@ PARTS = {
 }
 
 
+@pytest.mark.ranks(1, 2, 3, 4)  # a block of one row does not tell in which order a result lies
 @pytest.mark.parametrize("name", PARTS)
 def test_contiguous_copies_where_torch_does(name):
     shape, dim, part = PARTS[name]
@@ -374,6 +375,51 @@ def test_a_result_without_cells_is_no_view_of_its_operand(name):
             with torch.no_grad():
                 z.mul_(2)
             saved.abs().sum().backward()
+
+
+WITH_GAPS = {
+    "interpolate": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "conv_transpose": lambda x: F.conv_transpose2d(x, torch.ones(4, 4, 3, 3, dtype=x.dtype), stride=2, padding=1),
+    "gradient": lambda x: torch.gradient(x, dim=2)[0],
+}
+
+
+@pytest.mark.parametrize("name", WITH_GAPS)
+def test_views_of_a_result_that_was_cut_out_share_its_memory(name):
+    """Taken before and after ``contiguous``."""
+    full = torch.linspace(0, 1, 2 * 4 * 3 * (P + 1) * 2, dtype=torch.float64).view(2, 4, 3 * (P + 1), 2)
+    for first in (lambda y: y[0], lambda y: y.detach(), lambda y: y.data, lambda y: y.transpose(0, 1), copy.copy):
+        x, expected = (WITH_GAPS[name](z) for z in (rows(full, dim=2), full))
+        for y in (x, expected):
+            view, again = first(y), y.contiguous()
+            view.add_(100)
+            again.mul_(2)
+        torch.testing.assert_close(gathered(x), expected)
+
+
+@pytest.mark.parametrize("write", [lambda y: y.reshape(-1).add_(1), lambda y: y.view(torch.int32).add_(1)])
+def test_where_a_row_does_not_tell_all_ranks_do_the_same(write):
+    x = rows(torch.arange(6.0 * (P + 1)).view(P + 1, 6), (2, *(1,) * (P - 1)))
+    y, refused = x.t() + x.t(), False
+    try:
+        write(y)
+    except UnsupportedOperationError:
+        refused = True
+    assert len(set(WORLD.allgather((refused, y.is_contiguous())))) == 1
+
+
+@pytest.mark.parametrize(
+    "part", [lambda x: x[::2, :2], lambda x: x[:, :2], lambda x: x[:, :2].t(), lambda x: x[1::2, :2]]
+)
+def test_complex_numbers_of_a_part_are_there_on_all_ranks_or_on_none(part):
+    full = torch.arange(6.0 * (P + 2)).view(2 * P + 4, 3)
+    try:
+        expected = torch.view_as_complex(part(full))
+    except RuntimeError as e:
+        with pytest.raises(RuntimeError, match=str(e)):
+            torch.view_as_complex(part(rows(full)))
+    else:
+        torch.testing.assert_close(gathered(torch.view_as_complex(part(rows(full)))), expected)
 
 
 def test_a_deep_copy_of_a_part_leaves_out_what_the_part_does():
