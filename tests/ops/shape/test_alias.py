@@ -408,9 +408,7 @@ def test_where_a_row_does_not_tell_all_ranks_do_the_same(write):
     assert len(set(WORLD.allgather((refused, y.is_contiguous())))) == 1
 
 
-@pytest.mark.parametrize(
-    "part", [lambda x: x[::2, :2], lambda x: x[:, :2], lambda x: x[:, :2].t(), lambda x: x[1::2, :2]]
-)
+@pytest.mark.parametrize("part", [lambda x: x[::2, :2], lambda x: x[:, :2], lambda x: x[:, :2].t()])
 def test_complex_numbers_of_a_part_are_there_on_all_ranks_or_on_none(part):
     full = torch.arange(6.0 * (P + 2)).view(2 * P + 4, 3)
     try:
