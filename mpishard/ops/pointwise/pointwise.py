@@ -28,7 +28,7 @@ from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, replicated_la
 from mpishard.tensor.out import unfit
 from mpishard.tensor.registry import BLOCKWISE, RULES, implements, name_of, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
-from mpishard.tensor.strides import is_dense, laid, strides_of
+from mpishard.tensor.strides import is_dense, is_known, laid, strides_of
 
 _OUT_OF_PLACE = """
 abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan
@@ -242,10 +242,14 @@ def _alias_rule(func: Any, splits: bool = False) -> Callable[..., Any]:
 def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format) -> ShardTensor:
     """Return the tensor itself where torch does, else a copy. Collective where it is Partial."""
     x = settled(input)
-    if x._halo is None and is_dense(x, memory_format):
+    unseen = x._gathered_view and not is_known(x)  # a rank that goes through to the source would go alone
+    if x._halo is None and not unseen and is_dense(x, memory_format):
         return x  # its block may be cut out of a larger one all the same, by a rule: it shares that with earlier views
     local = x.block.contiguous(memory_format=memory_format)
-    return wrap(local.clone(memory_format=memory_format) if local is x.block else local, x.sharding, x.mesh)
+    out = wrap(local.clone(memory_format=memory_format) if local is x.block else local, x.sharding, x.mesh)
+    if unseen:
+        out._gathered_view = True
+    return out
 
 
 _DIVIDING = """

@@ -196,6 +196,8 @@ def _reshaped(self: ShardTensor, given: tuple[int, ...], *, copies: bool) -> Sha
     y = wrap(local.clone() if shares_memory(local, x.block) else local, out, x.mesh)
     if is_view or not copies:
         y._gathered_view, y._origin = True, (x, AsShape(out.shape))
+    elif x._gathered_view and not is_known(x):
+        y._gathered_view = True  # as on ranks that take it for a view
     return y
 
 

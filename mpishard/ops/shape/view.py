@@ -266,8 +266,8 @@ def view_as_complex(input: ShardTensor) -> ShardTensor:
     last = x.ndim - 1
     if last in x.sharding.shard_dims:
         x = whole_along(x, (last,))
-    with unseen():  # torch's own error, on all ranks
-        torch.view_as_complex(torch.empty_strided(x.shape, strides_alike(x), dtype=x.dtype, device="meta"))
+    with unseen():  # torch's own error of strides, on all ranks
+        torch.view_as_complex(torch.empty_strided(x.shape, strides_alike(x), dtype=torch.float32, device="meta"))
     out = without(x.sharding, (last,))
     trail = laid(x, out.shape, tuple(s // 2 for s in strides_of(x)[:last]))
     try:
