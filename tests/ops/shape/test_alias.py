@@ -144,11 +144,11 @@ PARTS = {
     ),
     "as another": ((8, 3), 0, lambda x: (y := torch.empty_like(x.t()).fill_(1), y[:, :2])),
     "a channel of a crop": ((2, 3, 6, 6), 2, lambda x: (x, x[:, :, 1:-1, 1:-1][:, 0])),
-    "a row of a crop": ((6, 6), 0, lambda x: (x, x[1:-1, 1:-1][0])),
-    "a row of rows": ((6, 6), 0, lambda x: (x, x[1:-1][2])),
+    "a row of a crop": ((8, 6), 0, lambda x: (x, x[1:-1, 1:-1][0])),
+    "a row of rows": ((8, 6), 0, lambda x: (x, x[1:-1][2])),
     "a part of a part": ((4, 8), 1, lambda x: (x, x[:1][:, 2:6])),
     "the real part": ((4, 8), 1, lambda x: (y := torch.view_as_complex(x.view(4, 4, 2)), y.real)),
-    "cells of windows": ((6, 8), 0, lambda x: (x, x.unfold(1, 3, 1)[2, :, 1])),
+    "cells of windows": ((8, 8), 0, lambda x: (x, x.unfold(1, 3, 1)[2, :, 1])),
     "a column, expanded": ((6, 1), 0, lambda x: (x, x.expand(6, 4)[1:2, :1])),
 }
 
