@@ -120,6 +120,11 @@ def exists(trail: Trail) -> bool:
     return True
 
 
+def index_of(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a basic index, whose slices are triples in a key, as the user gave it. Not collective."""
+    return tuple(slice(*i) if type(i) is tuple else i for i in key)
+
+
 def row_major(shape: Sequence[int]) -> Strides:
     """Return the strides of a new tensor. Not collective."""
     inner = accumulate((max(1, n) for n in reversed(shape[1:])), lambda a, b: a * b, initial=1)
@@ -147,7 +152,7 @@ def _followed(trail: Trail) -> tuple[tuple[int, ...], Strides]:
     with unseen():
         x: Tensor = torch.empty_strided(shape, strides, device="meta")
         if name == "[]":
-            y = x[tuple(slice(*i) if type(i) is tuple else i for i in given[0])]
+            y = x[index_of(given[0])]
         else:
             y = getattr(x, name)(*given)
         return tuple(y.shape), y.stride()

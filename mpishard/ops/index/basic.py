@@ -36,7 +36,7 @@ from mpishard.ops.rule.dim import (
 from mpishard.tensor.operand import fitted, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
-from mpishard.tensor.strides import trodden
+from mpishard.tensor.strides import index_of, trodden
 
 Key = tuple[Any, ...]
 _ALL = (None, None, None)
@@ -179,11 +179,6 @@ def plan_index(layout: Layout, key: Key, coords: tuple[int, ...]) -> Basic:
     return Basic(tuple(local), kept, tuple(drop), whole, without(whole, tuple(drop)))
 
 
-def _given(key: Key) -> tuple[Any, ...]:
-    """Return a basic index as the user gave it. Not collective."""
-    return tuple(slice(*i) if type(i) is tuple else i for i in key)
-
-
 def indexed(x: ShardTensor, key: Key) -> ShardTensor:
     """Return ``x`` at a basic index. Not collective, unless it selects one cell of a sharded dim."""
     x = settled(x) if x.sharding.partial_dims else x
@@ -198,7 +193,7 @@ def indexed(x: ShardTensor, key: Key) -> ShardTensor:
                 local = x.block[plan.local]
         out = viewed(x, local, plan.out, trodden(x, "[]", key), steps=True)
     if out._gathered_view:
-        out._origin = x, AsIndex(_given(key))
+        out._origin = x, AsIndex(index_of(key))
     return out
 
 

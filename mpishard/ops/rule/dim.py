@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mpishard.autograd.graph import unseen
 from mpishard.autograd.linear import Step, apply, pair, same
-from mpishard.comm import traced
 from mpishard.comm.memory.buffer import bare
 from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Layout, Replicate, Shard, layout_of
@@ -82,22 +81,6 @@ def unsharded(layout: Layout, dims: tuple[int, ...]) -> Layout:
 def local_shape(layout: Layout, coords: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of the block at ``coords``, cached. Not collective."""
     return layout.local_shape(coords)
-
-
-def join(x: ShardTensor) -> None:
-    """Make the block of ``x`` contiguous, as torch's own tensor is, so that views share its memory. Not collective.
-
-    It is cut out of a larger array, by a rule.
-    """
-    if x.block.is_contiguous():
-        return
-    if x.block.is_leaf and x.block.requires_grad:
-        if traced.recording is None:
-            x.block.data = x.block.data.contiguous()
-        return
-    with torch.enable_grad():
-        block = x.block.contiguous()
-    rebind(x, block, x.sharding)
 
 
 def whole_along(x: ShardTensor, dims: tuple[int, ...]) -> ShardTensor:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpishard.comm import traced
 from mpishard.layout import (
     Layout,
     Placement,
@@ -26,7 +27,6 @@ from mpishard.ops.rule.dim import (
     AsShape,
     base_in,
     ints,
-    join,
     local_shape,
     normal_dim,
     resized,
@@ -202,10 +202,22 @@ def _reshaped(self: ShardTensor, given: tuple[int, ...], *, copies: bool) -> Sha
 
 
 def _joined_up(self: ShardTensor, x: ShardTensor) -> None:
+    """Make the block of ``x``, and of ``self`` if it is the same, contiguous, so that views share its memory.
+
+    It is cut out of a larger array by a rule, where torch's own tensor is contiguous. Not collective.
+    """
     own = x.block
-    join(x)
-    if self.block is own is not x.block:
-        rebind(self, x.block, self.sharding)
+    if own.is_contiguous():
+        return
+    if own.is_leaf and own.requires_grad:
+        if traced.recording is None:
+            own.data = own.data.contiguous()
+        return
+    with torch.enable_grad():
+        block = own.contiguous()
+    if self is not x and self.block is own:
+        rebind(self, block, self.sharding)
+    rebind(x, block, x.sharding)
 
 
 def _view_dtype(self: ShardTensor, dtype: torch.dtype) -> ShardTensor:
