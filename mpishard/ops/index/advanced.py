@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,15 +157,19 @@ def points_of(layout: Layout, per_dim: Sequence[Any]) -> Points:
 
 def result_of(layout: Layout, points: Points, index: Layout, dims: Sequence[int] = ()) -> Layout:
     """Return the layout of a result: the remaining dims of ``layout``, those of ``index`` in their place."""
-    rest = [d for d in range(layout.ndim) if d not in points.dims]
-    before = rest[: points.at]
-    order = [*(("own", d) for d in before), *(("index", d) for d in range(index.ndim)),
-             *(("own", d) for d in rest[points.at :])]  # fmt: skip
+    return _result_of(layout, points.dims, points.at, index, tuple(dims))
+
+
+@lru_cache(maxsize=4096)
+def _result_of(layout: Layout, picked_dims: tuple[int, ...], at: int, index: Layout, dims: tuple[int, ...]) -> Layout:
+    rest = [d for d in range(layout.ndim) if d not in picked_dims]
+    order = [*(("own", d) for d in rest[:at]), *(("index", d) for d in range(index.ndim)),
+             *(("own", d) for d in rest[at:])]  # fmt: skip
     shape = [layout.shape[d] if kind == "own" else index.shape[d] for kind, d in order]
     sizes = [layout.sizes[d] if kind == "own" else index.sizes[d] for kind, d in order]
     placements: list[Placement] = []
     for m, (p, q) in enumerate(zip(layout.placements, index.placements)):
-        own = type(p) is Shard and p.dim not in points.dims
+        own = type(p) is Shard and p.dim not in picked_dims
         if own and type(q) is Shard and m not in dims:
             raise LayoutError(
                 "indexing: tensor and index are sharded over one mesh dim",
@@ -222,7 +227,9 @@ def _pick(x: ShardTensor, points: Points) -> ShardTensor:
     if asked is not None:
         return asked
     # who owns which point, every rank must know
-    indices = list(torch.broadcast_tensors(*map(everywhere, points.indices)))
+    indices = list(map(everywhere, points.indices))
+    if len(indices) > 1:
+        indices = list(torch.broadcast_tensors(*indices))
     if not sharded:
         out = result_of(layout, points, replicated_layout(mesh, indices[0].shape))
         return wrap(_of_whole_dims(x.block, points.dims, indices, mesh, with_empty_blocks(layout)), out, mesh)

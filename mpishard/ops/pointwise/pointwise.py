@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial, wraps
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mpishard.autograd.use import used_again
+from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Replicate, Shard, layout_of, scaled, without_partial
 from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import (
@@ -122,8 +123,11 @@ def _rule(func: Any) -> Callable[..., ShardTensor]:
                                 used = used_beside(y, x)
                             if used is not None:
                                 return wrap(func(x.block, used), layout, x.mesh)
-                if True not in [isinstance(a, Tensor) for a in (*rest, *kwargs.values())]:
-                    return wrap(func(x.block, *rest, **kwargs), layout, x.mesh)
+                if _are_beside(layout, x.mesh, (*rest, *kwargs.values()) if kwargs else rest):
+                    others = [a.block if type(a) is ShardTensor else a for a in rest]
+                    if kwargs:
+                        kwargs = {k: a.block if type(a) is ShardTensor else a for k, a in kwargs.items()}
+                    return wrap(func(x.block, *others, **kwargs), layout, x.mesh)
         return _general(func, rest if x is None else (x, *rest), kwargs)
 
     rule.into = partial(_into, func)  # type: ignore[attr-defined]
@@ -134,7 +138,12 @@ def _in_place_rule(func: Any) -> Callable[..., Any]:
     def rule(*args: Any, **kwargs: Any) -> Any:
         x = args[0]
         # the usual case first: all of an optimizer's step
-        if type(x) is ShardTensor and _meets(x, [*args[1:], *kwargs.values()]):
+        if (
+            type(x) is ShardTensor
+            and not x._gathered_view
+            and not x.sharding.partial_dims
+            and _are_beside(x.sharding, x.mesh, (*args[1:], *kwargs.values()))
+        ):
             if x._halo is not None or x._root is not None:
                 prepare_write(x)
             written = x.block
@@ -170,12 +179,9 @@ def _in_place_rule(func: Any) -> Callable[..., Any]:
     return rule
 
 
-def _meets(x: ShardTensor, others: list[Any]) -> bool:
-    """Tell whether others are numbers, or tensors laid out as ``x`` is, that hold their cells. Not collective."""
-    layout, mesh = x.sharding, x.mesh
-    if x._gathered_view or layout.partial_dims:
-        return False
-    for a in others:
+def _are_beside(layout: Layout, mesh: CartMesh, operands: Sequence[Any]) -> bool:
+    """Tell whether operands are numbers, or ShardTensors laid out so. Not collective."""
+    for a in operands:
         if type(a) is ShardTensor:
             if a.sharding is not layout or a.mesh is not mesh:
                 return False

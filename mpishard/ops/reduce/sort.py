@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,10 +30,15 @@ def _whole(x: ShardTensor, dim: int | None) -> tuple[ShardTensor, int | None]:
 def _resized(layout: Layout, dim: int | None, t: Tensor) -> Layout:
     if dim is None or not layout.ndim:
         return reduced(layout, None).out
+    return layout if t.shape[dim] == layout.shape[dim] else _of_extent(layout, dim, t.shape[dim])
+
+
+@lru_cache(maxsize=1024)
+def _of_extent(layout: Layout, dim: int, n: int) -> Layout:
     shape, sizes = list(layout.shape), list(layout.sizes)
-    shape[dim] = t.shape[dim]
+    shape[dim] = n
     if sizes[dim] is not None:
-        sizes[dim] = (shape[dim],)
+        sizes[dim] = (n,)
     return layout_of(layout.mesh_shape, layout.placements, shape, sizes)
 
 
