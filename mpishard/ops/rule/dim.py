@@ -393,9 +393,10 @@ def _refusal(
 
 def ints(given: tuple[Any, ...]) -> tuple[int, ...]:
     """Return the numbers of a ``*sizes`` argument, which may be one sequence. Not collective."""
-    if len(given) == 1 and not isinstance(given[0], (int, Integral)) and getattr(given[0], "ndim", 1):
-        given = given[0]
-    given = tuple(given)
+    if len(given) == 1:
+        one = given[0]
+        if type(one) is tuple or (not isinstance(one, (int, Integral)) and getattr(one, "ndim", 1)):
+            given = tuple(one)
     if given and given[0].__class__ is bool:  # of others torch takes it
         raise TypeError("must be tuple of ints, but found element of type bool at pos 0")
     return tuple(map(operator.index, given))
