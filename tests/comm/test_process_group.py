@@ -190,6 +190,26 @@ def test_work_that_goes_on(world):
     assert torch.equal(z, torch.full((2,), SIZE * 1.0))
 
 
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
+def test_several_calls_at_a_time(world, device, asked):
+    x, y, came = torch.ones(2), torch.ones(3), torch.zeros(1)
+    coalescing = dist.distributed_c10d._coalescing_manager
+    with coalescing(device=device, async_ops=True) as work:
+        dist.all_reduce(x)
+        dist.all_reduce(y)
+    work.wait()
+    assert x.tolist() == [SIZE] * 2
+    assert y.tolist() == [SIZE] * 3
+    with coalescing(device=torch.device("cpu"), async_ops=True) as work:
+        dist.isend(torch.full((1,), float(RANK)), (RANK + 1) % SIZE)
+        dist.irecv(came, (RANK - 1) % SIZE)
+    if asked:
+        completed(work.works[0])
+    work.wait()
+    assert came.item() == (RANK - 1) % SIZE
+
+
 @pytest.mark.ranks(2, 3, 4)
 def test_messages(world):
     to, of = (RANK + 1) % SIZE, (RANK - 1) % SIZE
@@ -450,6 +470,72 @@ def test_calls_that_differ_are_named_at_once(world, name, debug, monkeypatch):
     with pytest.raises(ms.DesyncError, match="different calls"):
         dist.barrier() if odd else dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX)
     # nothing of it is left for the next one
+    dist.all_reduce(x := torch.ones(4))
+    assert torch.equal(x, torch.full((4,), float(SIZE)))
+
+
+def scattered_from(root, x):
+    dist.scatter(torch.empty_like(x), [x] * SIZE if root == RANK else None, src=root)
+
+
+# what most ranks call, and what the last one does
+CROSSED = {
+    "roots that take each other for the root": (lambda x: dist.broadcast(x, SIZE - 1), lambda x: dist.broadcast(x, 0)),
+    "roots of sums": (lambda x: dist.reduce(x, 0), lambda x: dist.reduce(x, SIZE - 1)),
+    "roots of lists": (lambda x: scattered_from(SIZE - 1, x), lambda x: scattered_from(0, x)),
+    "kinds": (lambda x: dist.all_reduce(x, dist.ReduceOp.MAX), lambda x: dist.broadcast(x, 0)),
+    "sums and maxima": (dist.all_reduce, lambda x: dist.all_reduce(x, dist.ReduceOp.MAX)),
+    "sizes of products": (
+        lambda x: dist.all_reduce(x, dist.ReduceOp.PRODUCT),
+        lambda x: dist.all_reduce(torch.cat([x, x]), dist.ReduceOp.PRODUCT),
+    ),
+    "sums that nobody waits for": (lambda x: dist.all_reduce(x, async_op=True).wait(), lambda x: dist.barrier()),
+    "a sum that others find no longer": (
+        lambda x: (dist.all_reduce(x, async_op=True), dist.barrier()),
+        lambda x: dist.broadcast(x, 0),
+    ),
+    "asked for": (lambda x: completed(dist.all_reduce(x, async_op=True)), lambda x: dist.broadcast(x, 0)),
+}
+
+
+def completed(work):
+    while not work.is_completed():
+        pass
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("name", CROSSED)
+def test_calls_that_would_wait_for_each_other(world, name, debug, monkeypatch):
+    monkeypatch.setattr(guard, "DEBUG", debug)
+    for count in (4, 1 << 15):
+        with pytest.raises(ms.DesyncError, match="different calls"):
+            CROSSED[name][RANK == SIZE - 1](torch.ones(count))
+        # nothing of it is left for the next one
+        work = dist.all_reduce(x := torch.ones(count), async_op=True)
+        dist.all_reduce(y := torch.full((count,), 2.0))
+        work.wait()
+        assert torch.equal(x, torch.full((count,), float(SIZE)))
+        assert torch.equal(y, 2 * x)
+
+
+def started_by_all(x, background):
+    dist.all_reduce(x, async_op=background)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("background", [False, True])
+def test_what_one_rank_alone_gives_wrongly_raises_on_all(world, background):
+    odd = RANK == SIZE - 1
+    with pytest.raises(ms.UnsupportedOperationError, match=f"works on dense tensors(.|\n)*raised on: rank {SIZE - 1}"):
+        started_by_all(torch.ones(2, device="meta" if odd else "cpu"), background)
+    with pytest.raises(ms.LayoutError, match="do not fit"):
+        all_gather_single(torch.zeros(2 * SIZE + odd), torch.ones(2))
+    with pytest.raises(ms.MpishardError, match="RuntimeError"):
+        dist.all_to_all_single(
+            torch.zeros(2 * SIZE), torch.ones(2 * SIZE), input_split_sizes=[3] * SIZE if odd else None
+        )
     dist.all_reduce(x := torch.ones(4))
     assert torch.equal(x, torch.full((4,), float(SIZE)))
 

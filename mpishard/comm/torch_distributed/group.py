@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ from mpishard.comm import guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.collective.nonblocking import iall_reduce
 from mpishard.comm.memory.buffer import address, dense, is_dense, pieces, to_host, unfit
+from mpishard.comm.torch_distributed.call import Calls, Compared
 from mpishard.comm.torch_distributed.reduction import name_of, reduced, scaled
 from mpishard.comm.torch_distributed.work import Work, keep
-from mpishard.comm.transport.slot import slot_of
 from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError
 
 BACKEND = "mpishard"
@@ -40,22 +39,17 @@ def _check(op: str, *tensors: Tensor) -> None:
         if odd := unfit(x):
             got, fix = odd
             raise UnsupportedOperationError(f"{op}: works on dense tensors", expected="one", got=got, fix=fix)
+        if x.is_meta:
+            fix = "give one in memory: torch.empty_like(x, device='cpu')"
+            raise UnsupportedOperationError(f"{op}: works on dense tensors", expected="one", got="one on meta", fix=fix)
 
 
 def _kind(x: Tensor) -> str:
     return f"{x.numel()} of {x.dtype}"
 
 
-def _compared(collective: Callable[..., Work]) -> Callable[..., Work]:
-    """Compare what the ranks called when it is over: no small sum of this package may ever follow on a group."""
-
-    @wraps(collective)
-    def run(self: MPIProcessGroup, *args: Any, **kwargs: Any) -> Work:
-        work = collective(self, *args, **kwargs)
-        slot_of(self._group).confirm()
-        return work
-
-    return run
+def _kinds(tensors: Sequence[Tensor]) -> tuple[tuple[int, torch.dtype], ...]:
+    return tuple((x.numel(), x.dtype) for x in tensors)
 
 
 class MPIProcessGroup(dist.ProcessGroup):
@@ -78,6 +72,9 @@ class MPIProcessGroup(dist.ProcessGroup):
         # messages between single ranks have tags of the caller's, and meet nothing else here
         with guard.waiting("a new process group", (), comm):
             self._messages = comm.Dup()
+        self._calls = Calls(comm, self._messages)
+        self._group.links["slot"] = Compared(comm)
+        self._begun: list[Work] | None = None
         self._name, self._description = "", "undefined"
         self.parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.made: dict[tuple[int, ...], int] = {}
@@ -124,53 +121,59 @@ class MPIProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Reduce in place. Collective."""
         (x,) = tensors
-        op = name_of(opts, x)
-        _check("all_reduce", x)
-        slot = slot_of(self._group)
+        with self._calls as calls:
+            op = name_of(opts, x)
+            _check("all_reduce", x)
+            calls.call = f"all_reduce {op}", (x.numel(), x.dtype)
+            at_once = op != "sum" or blocking.in_order(None)
+            # what is started waits for all ranks where calls are compared
+            calls.later = not at_once and not guard.DEBUG and getattr(opts, "asyncOp", False)
         scaled(x, opts, in_place=True)
-        if op != "sum" or blocking.in_order(None):
+        if at_once:
             reduced(x.detach(), op, self._group)
-            slot.confirm()
             return Work(tensors)
         # whether a rank waits, and how its tensor lies, is its own matter: MPI wants the same call of all
         own = dense(x.detach())
-        pending = iall_reduce(own, self._group)
-        request, compare = slot.start_confirm()
-        pending.requests.append(request)
+        pending = iall_reduce(own, calls.sums if own.device.type == "cpu" else self._group)
+        mark = calls.mark if calls.later else None
 
         def finish() -> None:
+            if mark is not None:
+                calls.settle(mark)
             pending.wait()
-            compare()
             if not is_dense(x):
                 x.detach().copy_(own)
 
         work = Work(tensors, finish)
         work.requests = pending.requests
+        if mark is not None:
+            work.is_due = lambda: calls.has_failed(mark)
         if getattr(opts, "asyncOp", False):
             return keep(work)
         work.wait()
         return work
 
-    @_compared
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Reduce several tensors in place. Collective."""
-        _check("all_reduce", *tensors)
-        for x in tensors:
-            reduced(scaled(x, opts, in_place=True), name_of(opts, x), self._group)
+        with self._calls as calls:
+            _check("all_reduce", *tensors)
+            ops = [name_of(opts, x) for x in tensors]
+            calls.call = "all_reduce of several", *ops, *_kinds(tensors)
+        for x, op in zip(tensors, ops):
+            reduced(scaled(x, opts, in_place=True), op, self._group)
         return Work(tensors)
 
-    @_compared
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         """Reduce onto one rank. Collective."""
         (x,) = tensors
-        _check("reduce", x)
-        op = name_of(opts, x)
+        with self._calls as calls:
+            _check("reduce", x)
+            op = name_of(opts, x)
+            calls.call = f"reduce {op} to {opts.rootRank}", (x.numel(), x.dtype)
         if op == "sum":
             y = blocking.reduce(scaled(x, opts), self._group, opts.rootRank)
         else:
             reduced(y := x.detach().clone(), op, self._group)
-        # behind what MPISHARD_DEBUG compares: an error leaves nothing of this call for the next one
-        slot_of(self._group).note(f"reduce {op} to {opts.rootRank}", x.dtype, x.nbytes)
         if self.rank() == opts.rootRank:
             x.detach().copy_(y)
         return Work(tensors)
@@ -178,18 +181,25 @@ class MPIProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         """Send one rank's tensor to all. Collective."""
         (x,) = tensors
-        _check("broadcast", x)
+        with self._calls as calls:
+            _check("broadcast", x)
+            calls.call = f"broadcast from {opts.rootRank}", (x.numel(), x.dtype)
         blocking.broadcast(x.detach(), self._group, opts.rootRank, in_place=True)
         return Work(tensors)
 
-    @_compared
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         """Give every rank every rank's tensor. Collective."""
-        for parts, x in zip(outputs, inputs):
-            _check("all_gather", x, *parts)
-            _require("all_gather", "tensors to fill, one for each rank,", self.size(), len(parts))
-            counts = [p.numel() for p in parts]
-            _require("all_gather", "the numbers given", counts[self.rank()], x.numel())
+        every = []
+        with self._calls as calls:
+            _require("all_gather", "lists of tensors to fill", len(inputs), len(outputs))
+            for parts, x in zip(outputs, inputs):
+                _check("all_gather", x, *parts)
+                _require("all_gather", "tensors to fill, one for each rank,", self.size(), len(parts))
+                counts = tuple(p.numel() for p in parts)
+                _require("all_gather", "the numbers given", counts[self.rank()], x.numel())
+                every.append((counts, x.dtype))
+            calls.call = "all_gather", *every
+        for parts, x, (counts, _) in zip(outputs, inputs, every):
             flat = blocking.all_gather(x.detach().reshape(-1), self._group, 0, counts)
             for part, got in zip(parts, flat.split(counts)):
                 part.detach().copy_(got.view(part.shape))
@@ -199,20 +209,11 @@ class MPIProcessGroup(dist.ProcessGroup):
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         """Give every rank the tensors of every rank, a list of them for each rank. Collective."""
-        _require("all_gather_coalesced", "lists to fill, one for each rank,", self.size(), len(outputs))
-        for parts in outputs:
-            _require("all_gather_coalesced", "tensors to fill, those of a rank,", len(inputs), len(parts))
         return self.allgather(list(zip(*outputs)), inputs)
 
-    @_compared
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Join the ranks' tensors into one. Collective."""
-        _check("all_gather_into_tensor", input, output)
-        expected = f"{input.numel() * self.size()} of {input.dtype}"
-        _require("all_gather_into_tensor", "the numbers to fill", expected, _kind(output))
-        flat = blocking.all_gather(input.detach().reshape(-1), self._group, 0, (input.numel(),) * self.size())
-        output.detach().copy_(flat.view(output.shape))
-        return Work([output])
+        return self.all_gather_single_coalesced([output], [input])
 
     _allgather_base = all_gather_single
 
@@ -220,19 +221,47 @@ class MPIProcessGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         """Join the ranks' tensors, several at once. Collective."""
+        with self._calls as calls:
+            _require("all_gather_into_tensor", "tensors to fill", len(inputs), len(outputs))
+            for output, x in zip(outputs, inputs):
+                _check("all_gather_into_tensor", x, output)
+                expected = f"{x.numel() * self.size()} of {x.dtype}"
+                _require("all_gather_into_tensor", "the numbers to fill", expected, _kind(output))
+            calls.call = "all_gather_into_tensor", *_kinds(inputs)
         for output, x in zip(outputs, inputs):
-            self.all_gather_single(output, x)
+            flat = blocking.all_gather(x.detach().reshape(-1), self._group, 0, (x.numel(),) * self.size())
+            output.detach().copy_(flat.view(output.shape))
         return Work(outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    @_compared
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Reduce and keep a block each. Collective."""
-        _check("reduce_scatter_tensor", input, output)
-        op, n = name_of(opts, input), output.numel()
-        _require("reduce_scatter_tensor", "the numbers given", f"{n * self.size()} of {output.dtype}", _kind(input))
-        flat = scaled(input, opts).reshape(-1)
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """Reduce and keep a block each, of several tensors. Collective."""
+        with self._calls as calls:
+            ops = []
+            _require("reduce_scatter_tensor", "tensors to fill", len(inputs), len(outputs))
+            for output, x in zip(outputs, inputs):
+                _check("reduce_scatter_tensor", x, output)
+                ops.append(name_of(opts, x))
+                expected = f"{output.numel() * self.size()} of {output.dtype}"
+                _require("reduce_scatter_tensor", "the numbers given", expected, _kind(x))
+            calls.call = "reduce_scatter_tensor", *ops, *_kinds(inputs)
+        for output, x, op in zip(outputs, inputs, ops):
+            self._reduce_scattered(output, scaled(x, opts).reshape(-1), op)
+        return Work(outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scattered(self, output: Tensor, flat: Tensor, op: str) -> None:
+        n = output.numel()
         if op in ("sum", "avg") and (op == "sum" or flat.is_floating_point() or flat.is_complex()):
             got = blocking.reduce_scatter(flat, self._group, 0, (n,) * self.size())
             if op == "avg":
@@ -241,55 +270,32 @@ class MPIProcessGroup(dist.ProcessGroup):
             reduced(flat := flat.clone(), op, self._group)
             got = flat[self.rank() * n : (self.rank() + 1) * n]
         output.detach().copy_(got.view(output.shape))
-        return Work([output])
 
-    _reduce_scatter_base = reduce_scatter_single
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Work:
-        """Reduce and keep a block each, of several tensors. Collective."""
-        for output, x in zip(outputs, inputs):
-            self.reduce_scatter_single(output, x, opts)
-        return Work(outputs)
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    @_compared
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         """Reduce lists of tensors and keep one of them each. Collective."""
-        for output, parts in zip(outputs, inputs):
-            _check("reduce_scatter", output, *parts)
-            _require("reduce_scatter", "the tensors given, one for each rank,", self.size(), len(parts))
-            alike = all(p.numel() == output.numel() for p in parts)
-            if alike:
-                self.reduce_scatter_single(output, torch.cat([p.detach().reshape(-1) for p in parts]), opts)
+        with self._calls as calls:
+            ops = []
+            _require("reduce_scatter", "tensors to fill", len(inputs), len(outputs))
+            for output, parts in zip(outputs, inputs):
+                _check("reduce_scatter", output, *parts)
+                _require("reduce_scatter", "the tensors given, one for each rank,", self.size(), len(parts))
+                _require("reduce_scatter", "the numbers to fill", _kind(parts[self.rank()]), _kind(output))
+                ops.append(name_of(opts, output))
+            calls.call = "reduce_scatter", *ops, *map(_kinds, inputs)
+        for output, parts, op in zip(outputs, inputs, ops):
+            if all(p.numel() == output.numel() for p in parts):
+                flat = torch.cat([p.detach().reshape(-1) for p in parts])
+                self._reduce_scattered(output, scaled(flat, opts), op)
                 continue
             for rank, part in enumerate(parts):
-                reduced(whole := scaled(part, opts).clone(), name_of(opts, part), self._group)
+                reduced(whole := scaled(part, opts).clone(), op, self._group)
                 if rank == self.rank():
                     output.detach().copy_(whole.view(output.shape))
         return Work(outputs)
 
-    @_compared
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         """Send a tensor to every rank and receive one from each. Collective."""
-        _check("all_to_all", *inputs, *outputs)
-        for what, tensors in (("given", inputs), ("to fill", outputs)):
-            _require("all_to_all", f"the tensors {what}, one for each rank,", self.size(), len(tensors))
-        sends, ones = torch.tensor([t.numel() for t in inputs], device="cpu"), (1,) * self.size()
-        came = blocking.all_to_all_flat(sends, ones, ones, self._group, 8 * self.size()).tolist()
-        fill = [t.numel() for t in outputs]
-        most = max(sum(t.nbytes for t in inputs), sum(t.nbytes for t in outputs))
-        # how they travel depends on the largest of all ranks
-        most, odd = blocking.all_reduce(torch.tensor([most, came != fill], device="cpu"), self._group, "max").tolist()
-        if odd:
-            _agree_on_numbers(self.comm, fill, came)
-        blocks = [t.detach() for t in inputs]
-        got = blocking.all_to_all(blocks, [tuple(t.shape) for t in outputs], self._group, most)
-        for output, part in zip(outputs, got):
-            output.detach().copy_(part)
-        return Work(outputs)
+        return self._all_to_all("all_to_all", lambda: (outputs, inputs), outputs, inputs)
 
     def alltoall_base(
         self,
@@ -300,23 +306,48 @@ class MPIProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """Send rows of a tensor to every rank and receive rows from each. Collective."""
-        _check("all_to_all_single", input, output)
-        size = self.size()
-        sends, recvs = (
-            list(splits) or [t.shape[0] // size] * size
-            for splits, t in ((input_splits, input), (output_splits, output))
-        )
-        outputs = list(output.detach().split(recvs))
-        self.alltoall(outputs, list(input.detach().split(sends)))
-        return Work([output])
+
+        def rows() -> list[Sequence[Tensor]]:
+            size = self.size()
+            return [
+                t.detach().split(list(splits) or [t.shape[0] // size] * size)
+                for t, splits in ((output, output_splits), (input, input_splits))
+            ]
+
+        return self._all_to_all("all_to_all_single", rows, [output], [input])
 
     all_to_all_single = alltoall_base
+
+    def _all_to_all(
+        self, op: str, parts: Callable[[], Sequence[Sequence[Tensor]]], fill: Sequence[Tensor], give: Sequence[Tensor]
+    ) -> Work:
+        with self._calls as calls:
+            _check(op, *give, *fill)
+            outputs, inputs = parts()
+            for what, tensors in (("given", inputs), ("to fill", outputs)):
+                _require(op, f"the tensors {what}, one for each rank,", self.size(), len(tensors))
+            calls.call = op, inputs[0].dtype
+        sends, ones = torch.tensor([t.numel() for t in inputs], device="cpu"), (1,) * self.size()
+        came = blocking.all_to_all_flat(sends, ones, ones, self._group, 8 * self.size()).tolist()
+        expected = [t.numel() for t in outputs]
+        most = max(sum(t.nbytes for t in inputs), sum(t.nbytes for t in outputs))
+        # how they travel depends on the largest of all ranks
+        most, odd = blocking.all_reduce(
+            torch.tensor([most, came != expected], device="cpu"), self._group, "max"
+        ).tolist()
+        if odd:
+            _agree_on_numbers(self.comm, expected, came)
+        blocks = [t.detach() for t in inputs]
+        got = blocking.all_to_all(blocks, [tuple(t.shape) for t in outputs], self._group, most)
+        for output, part in zip(outputs, got):
+            output.detach().copy_(part)
+        return Work(fill)
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
         """Collect the ranks' tensors on one. Collective."""
         (x,) = inputs
         root = opts.rootRank
-        self._agree_on_list("gather", root, outputs, x)
+        self._compare_list(f"gather to {root}", root, outputs, x)
         sends = [] if self.rank() == root else [(root, x)]
         recvs = []
         if self.rank() == root:
@@ -330,7 +361,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Give each rank its tensor of one rank's list. Collective."""
         (x,) = outputs
         root = opts.rootRank
-        self._agree_on_list("scatter", root, inputs, x)
+        self._compare_list(f"scatter from {root}", root, inputs, x)
         sends = []
         if self.rank() == root:
             (parts,) = inputs
@@ -339,32 +370,45 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._exchanged("scatter", sends, [] if self.rank() == root else [(root, x)])
         return Work(outputs)
 
-    def _agree_on_list(self, op: str, root: int, lists: Sequence[Sequence[Tensor]], x: Tensor) -> None:
+    def _compare_list(self, call: str, root: int, lists: Sequence[Sequence[Tensor]], x: Tensor) -> None:
         """Raise on all ranks where one rank's list has no tensor for each of them. Collective."""
-        error: MpishardError | None = None
-        try:
+        op = call.split(maxsplit=1)[0]
+        with self._calls as calls:
             _check(op, x)
             if self.rank() == root:
                 (parts,) = lists
                 _check(op, *parts)
                 _require(op, "tensors of the list, one for each rank,", self.size(), len(parts))
                 _require(op, "the numbers of this rank", _kind(x), _kind(parts[root]))
-        except MpishardError as e:
-            error = e
-        guard.agree(self.comm, error, f"{op} {root}")
+            calls.call = call, x.dtype
 
     def barrier(self, opts: Any = None) -> Work:
         """Wait for all ranks. Collective."""
-        if guard.DEBUG:
-            guard.check(self.comm, "barrier")
-        slot = slot_of(self._group)
-        slot.note("barrier", torch.uint8)
-        slot.confirm()
+        with self._calls as calls:
+            calls.call = ("barrier",)
         return Work([])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; the watchdog names who is missing. Collective."""
         self.barrier()
+
+    # -- several calls at a time
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Keep the messages that are started from now on; collectives are over when they return. Not collective."""
+        self._begun = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        """Return what ends the messages that were started since. Not collective."""
+        begun, self._begun = self._begun or [], None
+
+        def finish() -> None:
+            for work in begun:
+                work.wait()
+
+        work = Work([], finish)
+        work.is_due = lambda: all(w.is_completed() for w in begun)
+        return work
 
     # -- messages between single ranks
 
@@ -433,6 +477,8 @@ class MPIProcessGroup(dist.ProcessGroup):
                 own.copy_(host)
 
         work.finish = finish
+        if self._begun is not None and not op:
+            self._begun.append(work)
         return keep(work)
 
 

@@ -53,6 +53,9 @@ def process_group(where: CartMesh | MPI.Intracomm | None = None) -> dist.Process
     and their work handles are done. ``DistributedDataParallel`` asks for a bucket's result when it starts it, so that
     its buckets do not overlap with backward here; those of `mpishard.distribute_module` do.
 
+    Operation, root, dtypes and sizes of a collective are compared before it begins, in a message of 32 bytes: those
+    that differ are a `DesyncError` on every rank, of a sum in the background when it is waited for.
+
     A checkpoint in the background (``async_save``) communicates from a thread: give it a group of its own,
     ``process_group=dist.new_group()``. Torch has ``dist.monitored_barrier`` for gloo and ``bf16_compress_hook`` for
     NCCL alone, and refuses them here; the watchdog names who is missing at any barrier.

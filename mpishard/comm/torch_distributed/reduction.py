@@ -13,7 +13,6 @@ from mpishard.comm import guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.memory.buffer import as_bytes, dense, to_host
 from mpishard.comm.mesh import Group
-from mpishard.comm.transport.slot import slot_of
 from mpishard.errors import UnsupportedOperationError
 
 _NAMES = {
@@ -41,6 +40,13 @@ def name_of(opts: Any, x: Tensor) -> str:
     given = dist.ReduceOp.SUM if opts is None else opts.reduceOp
     for op, name in _NAMES.items():
         if given == op:
+            if op == dist.ReduceOp.PREMUL_SUM and not (x.is_floating_point() or x.is_complex()):
+                raise UnsupportedOperationError(
+                    f"no reduction 'premul_sum' of {x.dtype}",
+                    expected="floats",
+                    got=x.dtype,
+                    fix="sum, and multiply the sum",
+                )
             return _OF_TRUTHS.get(name, name) if x.dtype == torch.bool else name
     raise UnsupportedOperationError(
         "torch.distributed: a reduction that MPI does not have",
@@ -58,10 +64,6 @@ def scaled(x: Tensor, opts: Any, *, in_place: bool = False) -> Tensor:
     own = x.detach()
     if opts is None or not opts.reduceOp == dist.ReduceOp.PREMUL_SUM:  # noqa: SIM201 - torch defines == alone
         return own
-    if not (x.is_floating_point() or x.is_complex()):
-        raise UnsupportedOperationError(
-            f"no reduction 'premul_sum' of {x.dtype}", expected="floats", got=x.dtype, fix="sum, and multiply the sum"
-        )
     factor = float(opts.reduceOp.__getstate__()[1])
     return own.mul_(factor) if in_place else own * factor
 
@@ -84,7 +86,6 @@ def _bitwise(x: Tensor, op: str, group: Group) -> None:
             f"no reduction {op!r} of {x.dtype}", expected="an integer dtype", got=x.dtype, fix="convert it"
         )
     host = dense(x) if x.device.type == "cpu" else to_host(x)
-    slot_of(group).note(f"all_reduce {op}", x.dtype, x.nbytes)
     with guard.waiting("all_reduce", (), group.comm):
         group.comm.Allreduce(MPI.IN_PLACE, (as_bytes(host), MPI.BYTE), _BITWISE[op])
     if host is not x:

@@ -25,6 +25,8 @@ class Work(dist.Work):
         # of requests that tell what came; MPI tells it once, to the call that ends them
         self.statuses: list[MPI.Status] | None = None
         self.arrived = False
+        # whether there is nothing to wait for, where the requests do not tell
+        self.is_due: Callable[[], bool] | None = None
 
     def wait(self, timeout: Any = None) -> bool:
         """End the operation."""
@@ -42,7 +44,9 @@ class Work(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether it is over; lets MPI make progress."""
-        if self.finish is not None and self.requests and self.through():
+        if self.finish is not None and (
+            (self.requests and self.through()) or (self.is_due is not None and self.is_due())
+        ):
             self.wait()
         return self.finish is None
 

@@ -134,10 +134,10 @@ class Device:
     def broadcast(self, x: Tensor, root: int) -> None:
         """Fill ``x`` with the root's. Collective over the group."""
         self._slot.note(f"broadcast from {root}", x.dtype, x.nbytes)
+        self._slot.confirm()
         link, at_root = nccl.link_of(self.group, x, x.nbytes), self.group.rank == root
         if link is not None:
             link.broadcast(x, root)
-            self._slot.confirm()
             return
 
         def move(_: int, here: Tensor, there: Tensor) -> None:
@@ -147,11 +147,11 @@ class Device:
         parts = cut(x.nbytes)
         none: list[Spans] = [()] * len(parts)
         through_host(self.driver, x, parts if at_root else none, x, none if at_root else parts, move)
-        self._slot.confirm()
 
     def reduce(self, x: Tensor, y: Tensor, rule: Rule, root: int) -> None:
         """Reduce ``x`` to ``y`` of the root. Collective over the group."""
         self._slot.note(f"reduce to {root}", rule.dtype, x.nbytes)
+        self._slot.confirm()
         comm, datatype, at_root = self.comm, rule.datatype, self.group.rank == root
 
         def move(_: int, here: Tensor, there: Tensor) -> None:
@@ -160,7 +160,6 @@ class Device:
 
         parts = cut(x.nbytes, x.itemsize)
         through_host(self.driver, x, parts, y, parts if at_root else [()] * len(parts), move)
-        self._slot.confirm()
 
     def messages(
         self,

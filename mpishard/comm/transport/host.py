@@ -238,20 +238,21 @@ class Host:
     def broadcast(self, x: Tensor, root: int) -> None:
         """Fill ``x`` with the root's. Collective over the group."""
         self._slot.note(f"broadcast from {root}", x.dtype, x.nbytes)
+        # ahead: of two ranks that each take the other for the root, both would wait
+        self._slot.confirm()
         with guard.waiting("broadcast", (), self.comm):
             for a, n in pieces(x.nbytes):
                 self.comm.Bcast(address(x.data_ptr() + a, n), root)
-        self._slot.confirm()
 
     def reduce(self, x: Tensor, y: Tensor, rule: Rule, root: int) -> None:
         """Reduce ``x`` to ``y`` of the root. Collective over the group."""
         self._slot.note(f"reduce to {root}", rule.dtype, x.nbytes)
+        self._slot.confirm()
         comm, datatype, at_root = self.comm, rule.datatype, self.group.rank == root
         with guard.waiting("reduce", (), comm):
             for a, n in pieces(x.nbytes):
                 into = (address(y.data_ptr() + a, n), datatype) if at_root else None
                 comm.Reduce((address(x.data_ptr() + a, n), datatype), into, rule.op, root)
-        self._slot.confirm()
 
     def messages(
         self, sends: Sequence[Envelope], recvs: Sequence[Envelope], op: str, label: Label, storages: list[Storage]

@@ -9,15 +9,13 @@ looked at numbers of other lengths, one of them could come out with its own. Pro
 have to be 1.
 
 What is not small, or no all-reduce, has no mark of its own. Its operation, dtype and length are noted here, and go into
-the mark of the next small one: where they differed, all ranks learn of it then. Where MPI libraries let other lengths
-pass (to and from one rank), and where no small one may ever come (groups of torch.distributed), one of nothing but a
-mark follows at once.
+the mark of the next small one: where they differed, all ranks learn of it then. Ahead of what MPI libraries let pass in
+other lengths, and where two ranks may wait for each other (to and from one rank), goes one of nothing but a mark.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -98,18 +96,6 @@ class Slot:
         """
         with guard.waiting(self._noted[0], (), self._comm):
             self._reduce(_EMPTY, _EMPTY, _CONFIRM, (MPI.INT64_T, MPI.MAX))
-
-    def start_confirm(self) -> tuple[MPI.Request, Callable[[], None]]:
-        """As `confirm`, in the background: return its request, and what compares, once it is through. Collective."""
-        call, self._since = self._said(self._since), 0
-        mark = np.array(extreme_mark(zlib.crc32(call.encode())), np.int64)
-        came = np.empty_like(mark)
-
-        def compare() -> None:
-            if not np.array_equal(mark, came):
-                raise guard.differing(self._comm, call)
-
-        return self._comm.Iallreduce((mark, MPI.INT64_T), (came, MPI.INT64_T), MPI.MAX), compare
 
     def _said(self, since: int) -> str:
         op, dtype, nbytes = self._noted
