@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,8 +30,8 @@ def distribute_module(
     module: nn.Module,
     mesh: CartMesh,
     partition_fn: Callable[[str, nn.Module, CartMesh], None] | None = None,
-    input_fn: Callable[[nn.Module, Any, CartMesh], Any] | None = None,
-    output_fn: Callable[[nn.Module, Any, CartMesh], Any] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
     *,
     shard_parameters: str | int | Sequence[str | int] | None = None,
     gather_dtype: torch.dtype | None = None,
@@ -51,7 +53,7 @@ def distribute_module(
         ShardTensors on the mesh (``torch.nn.Parameter(ms.distribute_tensor(...))``), which need no sums.
     input_fn, output_fn
         DTensor's: called with the module, its inputs (a tuple) or its output, and the mesh, before and after each
-        forward; what they return takes their place.
+        forward; what they return takes their place. Functions of two arguments, without the module, as DTensor's were.
     shard_parameters
         Mesh dim, or dims, over which parameters are sharded: they become ShardTensors of which a rank holds its block,
         of gradients and of any optimizer's state too. A layer's are gathered ahead of its forward and backward, freed
@@ -108,6 +110,7 @@ def distribute_module(
     signature = "distribute_module"
     try:
         require_functions("distribute_module", partition_fn=partition_fn, input_fn=input_fn, output_fn=output_fn)
+        before, after = _with_module(input_fn, "input_fn"), _with_module(output_fn, "output_fn")
         named, over = _checked(module, mesh, shard_parameters, gather_dtype, offload)
         kinds = [("frozen",) if isinstance(t, nn.Parameter) and not t.requires_grad else () for _, t in named]
         told = [
@@ -133,10 +136,10 @@ def distribute_module(
         guard.agree(group.comm, error, "distribute_module: partition_fn")
     if over:
         sharding.shard_parameters(module, mesh, over, gather_dtype, offload)
-    if input_fn is not None:
-        module.register_forward_pre_hook(lambda m, inputs: input_fn(m, inputs, mesh))
-    if output_fn is not None:
-        module.register_forward_hook(lambda m, _, output: output_fn(m, output, mesh))
+    if before is not None:
+        module.register_forward_pre_hook(lambda m, inputs: before(m, inputs, mesh))
+    if after is not None:
+        module.register_forward_hook(lambda m, _, output: after(m, output, mesh))
     plain = [
         (name, param)
         for name, param in module.named_parameters()
@@ -153,6 +156,40 @@ def _write(t: Tensor, values: Tensor) -> None:
         if t.shape[d] > 1 and t.stride(d) == 0:  # expanded: one cell stands for all
             t, values = t.narrow(d, 0, 1), values.narrow(d, 0, 1)
     t.copy_(values)
+
+
+def _with_module(function: Callable[..., Any] | None, argument: str) -> Callable[..., Any] | None:
+    """Return a function of a module, its inputs or output, and the mesh; DTensor takes those of the latter two also."""
+    if function is None:
+        return None
+    values = argument.replace("_fn", "s")
+    try:
+        bind = inspect.signature(function).bind
+    except ValueError:  # of what is built in
+        return function
+    if _takes(bind, 3):
+        return function
+    if not _takes(bind, 2):
+        raise LayoutError(
+            f"distribute_module: {argument}= takes other arguments",
+            expected=f"a function of (module, {values}, mesh)",
+            got=f"{getattr(function, '__name__', type(function).__name__)}{inspect.signature(function)}",
+            fix="give one of these three",
+        )
+    warnings.warn(
+        f"distribute_module: {argument}= without the module is deprecated, as DTensor's: take (module, {values}, mesh)",
+        FutureWarning,
+        stacklevel=4,
+    )
+    return lambda _, given, mesh: function(given, mesh)
+
+
+def _takes(bind: Callable[..., Any], count: int) -> bool:
+    try:
+        bind(*(None,) * count)
+    except TypeError:
+        return False
+    return True
 
 
 def _checked(

@@ -161,6 +161,20 @@ def test_functions_that_are_none_or_on_some_ranks_alone(name):
             ms.distribute_module(nn.Linear(2, 2), mesh, **{name: (lambda *_: None) if mesh.rank == 1 else None})
 
 
+def test_functions_without_the_module():
+    mesh = ms.init_mesh((-1,))
+    model, x = nn.Linear(3, 2), torch.arange(12.0).view(4, 3)
+    expected = model(2 * x) + mesh.size
+    with pytest.warns(FutureWarning, match="(input|output)_fn= without the module") as caught:
+        ms.distribute_module(
+            model, mesh, None, lambda inputs, mesh: (2 * inputs[0],), lambda outputs, mesh: outputs + mesh.size
+        )
+    assert [w.filename for w in caught] == [__file__] * 2
+    torch.testing.assert_close(model(ms.distribute_tensor(x, mesh, (ms.Shard(0),))).full_tensor(), expected)
+    with pytest.raises(ms.LayoutError, match="input_fn= takes other arguments"):
+        ms.distribute_module(nn.Linear(3, 2), mesh, None, lambda inputs: inputs)
+
+
 @pytest.mark.ranks(2, 3, 4)
 def test_models_that_differ_are_refused():
     mesh = mesh_of((-1,))
