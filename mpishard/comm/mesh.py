@@ -243,8 +243,8 @@ class CartMesh(DeviceMeshNames):
         dims = tuple(self.mesh_dim(n) for n in mesh_argument.listed(names))
         if not dims or sorted(set(dims)) != list(dims):
             raise MeshError(
-                "sub-mesh: dims out of order",
-                expected=f"different dims in the order {self.mesh_dim_names}",
+                "sub-mesh: no dims, or dims out of order",
+                expected=f"one dim or more, in the order {self.mesh_dim_names}",
                 got=names,
                 fix="list them in the order of the mesh",
             )

@@ -320,6 +320,7 @@ def test_dtypes(mesh):
         (lambda x, m: ms.all_reduce(x, m, op="mode"), ms.UnsupportedDtypeError, "avg, sum, prod, max, min"),
         (lambda x, m: ms.all_reduce(x, m, "z"), ms.MeshError, "no such mesh dim"),
         (lambda x, m: ms.all_reduce(x, m, ("x", "x")), ms.MeshError, "out of order"),
+        (lambda x, m: ms.all_reduce(x, m[()]), ms.MeshError, "no dims"),
         (lambda x, m: ms.all_reduce(1.0, m), ms.UnsupportedOperationError, "plain tensors"),
         (lambda x, m: ms.all_gather(x, m, dim=2), ms.LayoutError, "no such dim"),
         (lambda x, m: ms.all_gather(x, m, sizes=(7,) * m.size), ms.LayoutError, "sizes do not fit"),

@@ -238,6 +238,8 @@ def test_wrong_widths_and_modes_raise():
         ({2: (1, 0)}, "zeros", "no such dim"),
         ({1: 1, -1: 2}, "zeros", "named twice"),
         ({1: 1.5}, "zeros", "not a width"),
+        ({1: True}, "zeros", "not a width"),
+        ({1: (0, True)}, "zeros", "not a width"),
         ({1: (1, 1, 1)}, "zeros", "not a width"),
         ({1: (1, 0)}, "mirror", "unknown padding mode"),
         ({1: (1, 0)}, "", "unknown padding mode"),

@@ -373,6 +373,8 @@ def test_a_name_too_long_for_a_journal_beside(folder, count):
     with pytest.raises(FileError, match="cannot open") as e:
         ms.io.read(at / "below", "u", mesh, (ms.Shard(1),))
     assert "journal" not in same_on_all(e)
+    with pytest.raises(FileError, match="cannot open '1'\n"):
+        ms.io.read(1, "u", mesh, (ms.Shard(1),))
 
 
 @pytest.mark.parametrize("backend", [None, "mpio"])

@@ -66,6 +66,20 @@ def test_result_without_gradient_is_an_error_on_every_rank(mesh, x):
         ms.dot_test(lambda x: x.detach() if mesh.rank == 0 else x, x, mesh=mesh)
 
 
+@pytest.mark.parametrize(
+    ("f", "given", "said"),
+    [
+        (3, None, "f= is of another kind"),
+        (lambda x: x, 1.5, "x= is of another kind"),
+        (lambda x: (x, x), None, r"f\(x\)= is of another kind"),
+    ],
+)
+def test_what_is_no_function_or_no_tensor_on_one_rank_is_an_error_on_every_rank(mesh, x, f, given, said):
+    odd = mesh.rank == mesh.size - 1
+    with pytest.raises(ms.LayoutError, match=f"dot_test: {said}"):
+        ms.dot_test(f if odd else lambda x: x, x if given is None or not odd else given, mesh=mesh)
+
+
 def test_unused_part_of_the_argument(x):
     assert ms.dot_test(lambda x: x[:2], x)
 

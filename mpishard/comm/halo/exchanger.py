@@ -419,6 +419,8 @@ def width_pair(width: Width) -> tuple[int, int]:
     """Return a halo's width as (lo, hi); a TypeError or ValueError says that it is none. Not collective."""
     # int first: to ask an abstract class takes as long as all the rest
     lo, hi = (width, width) if isinstance(width, int) or not isinstance(width, (tuple, Iterable)) else width
+    if lo is True or lo is False or hi is True or hi is False:
+        raise TypeError
     return operator.index(lo), operator.index(hi)
 
 

@@ -163,11 +163,11 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 
 def told(path: Any) -> str:
-    """Return a path for what ranks compare: the same text where it names the same file. Not collective."""
+    """Return a path for what ranks compare, unquoted: the same text where it names the same file. Not collective."""
     try:
         return os.path.abspath(os.fspath(path))
     except Exception:  # noqa: BLE001 (what a user's path raises, too)
-        return shown(path)
+        return shown(path).strip("'\"")
 
 
 def absolute(path: Any) -> pathlib.Path:

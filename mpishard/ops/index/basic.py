@@ -268,6 +268,7 @@ def narrow(input: Any, dim: int, start: Any, length: int) -> Any:
         start = int(start)
     if not isinstance(input, ShardTensor):
         return torch.narrow(input, dim, start, length)
+    start, length = operator.index(start), operator.index(length)
     d, n = _dim_and_extent(input, dim, "narrow")
     start = start + n if start < 0 else start
     if length < 0 or not 0 <= start <= n or start + length > n:

@@ -267,4 +267,6 @@ def unflatten(input: ShardTensor, dim: int, sizes: Sequence[int]) -> ShardTensor
 
 implements(torch.Tensor.view_as, sharded="moves")(lambda self, other: self.view(tuple(other.shape)))
 implements(torch.Tensor.reshape_as, sharded="moves")(lambda self, other: self.reshape(tuple(other.shape)))
-implements(torch.ravel, torch.Tensor.ravel, sharded="moves")(lambda input: reshape(input.contiguous(), -1))
+implements(torch.ravel, torch.Tensor.ravel, sharded="moves")(
+    lambda input: input.contiguous() if input.ndim == 1 else reshape(input.contiguous(), -1)
+)

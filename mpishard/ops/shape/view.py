@@ -213,7 +213,8 @@ def broadcast_tensors(*tensors: Any) -> tuple[Any, ...]:
     if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
         tensors = tuple(tensors[0])
     shape = torch.broadcast_shapes(*[tuple(x.shape) for x in tensors])
-    return tuple(x.expand(shape) for x in tensors)
+    # of that shape they are returned themselves: a later unsqueeze_() changes both
+    return tuple(x if x.shape == shape else x.expand(shape) for x in tensors)
 
 
 def _at_least(ndim: int, grow: Callable[[ShardTensor], ShardTensor]) -> Callable[..., Any]:

@@ -128,7 +128,7 @@ def interpolate(
     if type(extents) is tuple:
         extents = tuple(map(operator.index, extents))
     request = _Request(
-        extents, frozen(scale_factor, ndim), mode, align_corners, bool(recompute_scale_factor), antialias
+        extents, frozen(scale_factor, ndim), mode, align_corners, bool(recompute_scale_factor), bool(antialias)
     )
     key = ("interpolate", x.sharding, x.dtype, *request)
     plan = x.mesh.plans.get(key) or x.mesh.plan(key, lambda: _plan(x, request))

@@ -13,7 +13,7 @@ from torch import Tensor
 from mpishard.autograd.linear import apply
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
-from mpishard.errors import UnsupportedOperationError
+from mpishard.errors import LayoutError, UnsupportedOperationError
 from mpishard.layout import Each, Layout, layout_of, sizes_of
 from mpishard.layout.stencil import Transposed, per_dim
 from mpishard.ops.rule.agreement import checked, in_range
@@ -141,6 +141,8 @@ def _rule(ndim: int) -> Callable[..., ShardTensor]:
         key = (name, x.sharding, x.dtype, tuple(indices.shape), indices.dtype, kernel, step, pads, size)
 
         def build() -> UnpoolPlan:
+            if type(step) is tuple and 0 in step:
+                raise LayoutError(f"{name}: a stride of 0", expected="steps >= 1", got=step, fix="give the pool's")
             shape = on_domain(func, x, indices, kernel_size, stride, padding, output_size).shape
             return _plan(x, ndim, kernel, step, pads, shape, name)
 

@@ -432,3 +432,12 @@ def test_a_mask_of_another_shape_is_refused(shape):
                 with pytest.raises(IndexError, match="shape of the mask"):
                     y.index_put_((mask,), torch.as_tensor(value, dtype=y.dtype))
         torch.testing.assert_close(gathered(x), full)
+
+
+def test_a_part_that_begins_at_no_whole_number():
+    x = shard(torch.arange(12.0).view(4, 3), mesh_of((WORLD.size,)), (ms.Shard(0),))
+    for args in ((0, 0.5, 1), (1, 0, 1.0)):
+        with pytest.raises(TypeError):
+            torch.ones(4, 3).narrow(*args)
+        with pytest.raises(TypeError, match="float"):
+            x.narrow(*args)

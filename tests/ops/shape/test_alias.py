@@ -354,6 +354,17 @@ def test_views_of_a_leaf_of_local_blocks_are_alike_on_all_ranks():
         assert not x.requires_grad
 
 
+def test_what_is_returned_itself():
+    """As torch does, and a change of shape in place then is one of both."""
+    for sizes in uneven():
+        x = rows(torch.ones(3 + P - 1 if sizes[0] == 3 else 4, 3), sizes)
+        y = torch.broadcast_tensors(x, x.new_ones(3), x[:1])[0]
+        assert y is x
+        assert y.unsqueeze_(0).shape == x.shape == (1, *y.shape[1:])
+        line = x.flatten()
+        assert line.ravel() is line
+
+
 def test_a_result_is_detached_in_place():
     """A block without cells may be a view, which torch does not detach in place."""
     for sizes in uneven():

@@ -234,7 +234,10 @@ def test_errors_are_torch_errors():
 def test_antialiasing(mode):
     full = full_of(2)
     for mesh, placements, sizes in layouts(full.shape, (2, 3)):
-        compare(lambda x: F.interpolate(x, size=(4, 5), mode=mode, antialias=True), [(full, mesh, placements, sizes)])
+        # torch asks for its truth alone
+        for flag in (True, [2]):
+            case = [(full, mesh, placements, sizes)]
+            compare(lambda x, flag=flag: F.interpolate(x, size=(4, 5), mode=mode, antialias=flag), case)
 
 
 AA = torch.ops.aten._upsample_bilinear2d_aa

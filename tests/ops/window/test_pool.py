@@ -239,6 +239,14 @@ def test_modules():
     check(net, field(2, 3, 9, 11), (0, 2, 3), 1, count=6)
 
 
+def test_a_stride_of_nothing():
+    x = shard(field(1, 1, 4, 6), mesh_of((WORLD.size,)), (ms.Shard(2),))
+    y, at = F.max_pool2d(x, 2, return_indices=True)
+    for args in ((0,), (2, 0), ((2, 2), (1, 0))):
+        with pytest.raises(ms.LayoutError, match="max_unpool2d: a stride of 0"):
+            F.max_unpool2d(y, at, *args)
+
+
 def test_torchs_own_errors():
     x = field(2, 3, 6)
     refused_alike(lambda t: F.max_pool1d(t, 2, padding=2), x)
