@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpishard.autograd.linear import differentiated
 from mpishard.layout import layout_of
 from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import gathered, ints, kept, normal_dim, require_dtype
@@ -203,9 +204,16 @@ def renorm(input: ShardTensor, p: Any, dim: int, maxnorm: Any) -> Any:
     if input.ndim < 2:
         raise RuntimeError(f"renorm: input needs at least 2 dimensions, got {input.ndim} dimensions")
     torch.renorm(input.block.new_zeros((1,) * input.ndim), p, d, maxnorm)  # what torch says to the numbers
-    norm = torch.linalg.vector_norm(input, p, [i for i in range(input.ndim) if i != d], True)
-    # torch's own constant against division by zero
-    return input * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), torch.ones_like(norm))
+    over = [i for i in range(input.ndim) if i != d]
+    norm = torch.linalg.vector_norm(input, p, over, True)
+    large = norm > maxnorm
+    if not differentiated(input):
+        # torch's own constant against division by zero
+        return input * torch.where(large, maxnorm / (norm + 1e-7), torch.ones_like(norm))
+    # what stays as it is has no part in a norm, whose gradient may be NaN
+    cut = torch.where(large, input, torch.ones_like(norm))
+    norm = torch.linalg.vector_norm(cut, p, over, True)
+    return torch.where(large, cut * (maxnorm / (norm + 1e-7)), input)
 
 
 implements(torch.Tensor.renorm_, sharded="reduction")(

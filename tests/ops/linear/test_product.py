@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -112,6 +114,10 @@ def test_arrangements():
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_renorm(dim):
     check(lambda x: torch.renorm(x, 2, dim, 1.5), field(4, 5, 3), (0, 1, 2), dim, rtol=1e-9)
+    odd = field(4, 5, 3)
+    odd[1, 1, 1], odd[2, 3] = math.nan, 0
+    for p in (1, 2, 3, math.inf):  # slices that stay pass their gradient, NaN or not
+        check(lambda x, p=p: torch.renorm(x, p, dim, 1.5), odd, (0, 1, 2), dim)
     for mesh, placements, sizes in layouts((4, 5), (0, 1)):
         x = shard(field(4, 5), mesh, placements, sizes)
         x.renorm_(1, dim, 0.5)
