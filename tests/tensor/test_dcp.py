@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from mpi4py import MPI
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.utils._pytree import tree_map
 
 import mpishard as ms
 from tests.compare import drawn_sizes, gathered, mesh_of, mesh_shapes, shard
@@ -91,6 +92,33 @@ def test_training_goes_on_as_if_never_stopped(group, folder, shard_parameters):
     step(*second)
     for p, q in zip(first[0].parameters(), second[0].parameters(), strict=True):
         assert torch.equal(gathered(p), gathered(q))
+
+
+class Stager:
+    """As docs/files.md has it."""
+
+    should_synchronize_after_execute = False
+
+    def stage(self, state):
+        return tree_map(lambda x: x.detach().clone() if torch.is_tensor(x) else x, state)
+
+    def synchronize_staging(self):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_saved_in_the_background(group, folder):
+    own, full = dist.new_group(), torch.arange(4.0 * SIZE).view(SIZE, 4)
+    x = shard(full, mesh_of((SIZE,)), (ms.Shard(0),))
+    pending = dcp.async_save({"x": x}, checkpoint_id=folder, async_stager=Stager(), process_group=own)
+    for _ in range(5):  # the ranks go on, and communicate
+        x += x.sum()
+    pending.result()
+    WORLD.Barrier()
+    dcp.load(state := {"x": shard(full * 0, mesh_of((SIZE,)), (ms.Shard(1),))}, checkpoint_id=folder)
+    assert torch.equal(gathered(state["x"]), full)
 
 
 def test_what_cannot_be_saved(folder):
