@@ -414,3 +414,14 @@ def test_shard_tensors_are_refused(mesh):
     x = ms.distribute_tensor(torch.ones(4, 2), mesh, (ms.Shard(0),))
     with pytest.raises(ms.UnsupportedOperationError, match="to_local"):
         ms.all_reduce(x, mesh)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("count", [4, 1 << 17])
+def test_roots_that_take_each_other_for_the_root(count):
+    mesh, x = ms.init_mesh((-1,)), torch.ones(count)
+    for root in range(mesh.size):  # all plans are there
+        ms.broadcast(x, mesh, root=root)
+    with pytest.raises(ms.DesyncError, match="different calls"):
+        ms.broadcast(x, mesh, root=(mesh.rank + 1) % mesh.size)
+    assert ms.broadcast(x * mesh.rank, mesh, root=1)[0] == 1
