@@ -176,7 +176,7 @@ class Unit:
         self.free()
         parcels: dict[object, list[Gathered]] = {}
         for member, block in zip(members, blocks):
-            member.sent_block, member.version = block, block._version
+            member.sent_block, member.version, member.writes = block, block._version, member.written()
             dtype = member.whole_dtype(block)
             self._nbytes += member.numel * dtype.itemsize
             parcels.setdefault(dtype if member.is_small else member, []).append(member)
@@ -219,6 +219,8 @@ class Gathered:
     ----------
     block
         Returns this rank's block, a leaf.
+    written
+        Returns how often it was written in ways that its version does not count.
     layout, mesh
         How the mesh holds the parameter: one tensor dim is sharded, evenly.
     unit
@@ -228,9 +230,15 @@ class Gathered:
     """
 
     def __init__(
-        self, block: Callable[[], Tensor], layout: Layout, mesh: CartMesh, unit: Unit, dtype: torch.dtype | None
+        self,
+        block: Callable[[], Tensor],
+        written: Callable[[], int],
+        layout: Layout,
+        mesh: CartMesh,
+        unit: Unit,
+        dtype: torch.dtype | None,
     ) -> None:
-        self.mesh, self.unit, self.block = mesh, unit, block
+        self.mesh, self.unit, self.block, self.written = mesh, unit, block, written
         self._layout, self._dtype = layout, dtype
         ((dim, self._mesh_dims),) = layout.shard_dims.items()
         self.group = mesh.group(self._mesh_dims)
@@ -241,7 +249,7 @@ class Gathered:
         self._interval = layout.interval(dim, mesh.coords)
         # of which the whole is, or comes
         self.sent_block: Tensor | None = None
-        self.version = -1
+        self.version = self.writes = -1
         self._whole: Tensor | None = None
         # of another block that autograd saved, and that block
         self._other: tuple[weakref.ref[Tensor], Tensor] | None = None
@@ -250,8 +258,8 @@ class Gathered:
         unit.small += self.is_small
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gathered:
-        block, unit = copy.deepcopy((self.block, self.unit), memo)
-        return Gathered(block, self._layout, self.mesh, unit, self._dtype)
+        block, written, unit = copy.deepcopy((self.block, self.written, self.unit), memo)
+        return Gathered(block, written, self._layout, self.mesh, unit, self._dtype)
 
     # -- the whole
 
@@ -261,7 +269,7 @@ class Gathered:
 
     def is_of(self, block: Tensor) -> bool:
         """Tell whether the whole is, or comes, of a block as it is. Not collective."""
-        return self.sent_block is block and self.version == block._version
+        return self.sent_block is block and self.version == block._version and self.writes == self.written()
 
     def row(self) -> Tensor:
         """Return what of the whole is sent from here. Not collective."""

@@ -20,6 +20,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import listed
 from mpishard.errors import LayoutError, MeshError, UnsupportedOperationError
 from mpishard.layout import Layout, Replicate, Shard
+from mpishard.tensor.by_data import written
 from mpishard.tensor.convert import distribute_tensor
 from mpishard.tensor.function import block_of
 from mpishard.tensor.shard_tensor import ShardTensor
@@ -242,7 +243,8 @@ def shard_parameters(
             for owner, name, shard in places:
                 dtype = gather_dtype if shard.dtype.is_floating_point else None
                 block = partial(_block_of, owner, name, shard.sharding, mesh)
-                layer.places.append((owner, name, Gathered(block, shard.sharding, mesh, unit, dtype)))
+                gathered = Gathered(block, partial(_written, owner, name), shard.sharding, mesh, unit, dtype)
+                layer.places.append((owner, name, gathered))
     for part in module.modules():
         _list_anew(part)
 
@@ -322,6 +324,10 @@ def _block_of(owner: nn.Module, name: str, layout: Layout, mesh: CartMesh) -> Te
         "put a ShardTensor with the placements of the old one in its place (by torch.func.functional_call for one "
         "call); prune and parametrize before distribute_module",
     )
+
+
+def _written(owner: nn.Module, name: str) -> int:
+    return written(owner._parameters[name])
 
 
 def _shard(param: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...], count: int, offload: bool) -> ShardTensor | None:

@@ -16,6 +16,7 @@ from mpishard.autograd.redistribute import keep_step, redistribute
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Replicate, as_placements, layout_of, without_partial
+from mpishard.tensor.by_data import data_of, note_set
 from mpishard.tensor.out import call_into
 from mpishard.tensor.refusal import STUMBLES, explained, with_ints
 from mpishard.tensor.registry import BLOCKWISE, RULES, by_torch_names, in_rule, no_rule, outline, rule_below
@@ -66,6 +67,8 @@ class ShardTensor(Tensor):
     _root: tuple[Tensor, Layout, int] | None = None
     # where the block's storage has room for its halo: how wide, and whether it is fresh
     _halo: ResidentHalo | None = None
+    # of a parameter whose `.data` was asked for (`mpishard.tensor.by_data`)
+    _by_data: tuple[Tensor, Tensor, int] | None = None
     # what stands for `grad_fn` where a module has full backward hooks
     _hook_node: Any = None
 
@@ -184,7 +187,7 @@ class ShardTensor(Tensor):
         What is assigned is brought to where this tensor lies, if it has the same shape: collective then. So is a plain
         tensor of that shape, which every rank has: each takes its own cells.
         """
-        return self._twin(self.block.data)
+        return self._twin(data_of(self))
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -213,6 +216,7 @@ class ShardTensor(Tensor):
         # what told of the cells before tells nothing of these
         self._halo, self._origin, self._gathered_view = value._halo, value._origin, value._gathered_view
         self._trail = value._trail
+        note_set(self)
 
     # -- from and to local and whole tensors; the communicating ones are set by mpishard.tensor.convert
 

@@ -140,6 +140,43 @@ def test_what_forward_writes_into_a_parameter_is_not_lost_in_silence(by_data):
     assert "weight" not in vars(model)
 
 
+class Constrained(nn.Module):
+    """Writes into its layers by ``.data`` before it calls them, as norms of weights are bounded."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        y = self.first(x)
+        self.second.weight.data.mul_(1.25)
+        y = self.second(y)
+        self.third.weight.data = self.third.weight.data * 0.5
+        return self.third(y)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_what_is_written_by_data_before_a_layer_computes():
+    """Torch does not count such writes, and from the second forward on the layer was gathered before them."""
+    mesh, full = ms.init_mesh((-1,), ("y",)), data(5, 8)
+    reference = seeded(Constrained, torch.float64)
+    model = ms.distribute_module(seeded(Constrained, torch.float64), mesh, shard_parameters="y")
+    x = ms.distribute_tensor(full, mesh, (ms.Shard(0),))
+    for _ in range(3):
+        for net, batch in ((reference, full), (model, x)):
+            net.zero_grad()
+            net(batch).square().mean().backward()
+        close(model(x).detach(), reference(full).detach(), "output")
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            close(p.grad.full_tensor() if isinstance(p, ms.ShardTensor) else p.grad, q.grad, name)
+    alias, own = model.third.weight.data, reference.third.weight.data  # before the layer is sent for
+    for net, batch, weight in ((reference, full, own), (model, x, alias)):
+        y = net.second(net.first(batch))
+        weight.mul_(3)
+        net.output = net.third(y).detach()
+    close(model.output, reference.output, "layers called one by one")
+
+
 @pytest.mark.ranks(2, 3, 4)
 def test_a_vector_of_all_parameters():
     """One that is whole on every rank has its part of a sharded vector whole: a read ended the process."""
