@@ -355,9 +355,19 @@ def incomplete(requests: Sequence[MPI.Request], peers: Sequence[int]) -> list[in
     return sorted({peer for request, peer in zip(requests, peers) if not request.Get_status()})
 
 
+def hold(key: object, error: BaseException) -> None:
+    """Note an error that this rank tells the others of later, by `agree`: they may never come. Not collective."""
+    _untold[key] = error
+
+
+def release(key: object) -> None:
+    """Note that the error is about to be told. Not collective."""
+    _untold.pop(key, None)
+
+
 _live: dict[waiting, tuple[str, Peers, MPI.Comm | None]] = {}
 # errors that this rank waits to tell the others of: they may never come, and then nobody would know
-_untold: dict[waiting, BaseException] = {}
+_untold: dict[object, BaseException] = {}
 _UNTOLD_S = 10.0
 _watchdog: threading.Thread | None = None
 
@@ -371,7 +381,7 @@ def _start_watchdog() -> None:
 
 def _watch() -> None:
     pause = min(1.0, TIMEOUT_S / 10)
-    ages: dict[waiting, float] = {}
+    ages: dict[object, float] = {}
     last = time.monotonic()
     while True:
         time.sleep(pause)
@@ -381,22 +391,23 @@ def _watch() -> None:
         ages = _looked_at(ages, passed)
 
 
-def _looked_at(ages: dict[waiting, float], passed: float) -> dict[waiting, float]:
-    """Return how long each has waited; end the job past the limit.
+def _looked_at(ages: dict[object, float], passed: float) -> dict[object, float]:
+    """Return how long each wait, or error that is held, has lasted; end the job past the limit of waits.
 
     Nothing else is kept: of an error, the tensors and files of its frames would be.
     """
     # holding the objects, `ages` keeps their identities from being used again
     current = _live.copy()
-    ages = {wait: ages.get(wait, -passed) + passed for wait in current}
-    for wait, error in _untold.copy().items():
+    untold = _untold.copy()
+    ages = {wait: ages.get(wait, -passed) + passed for wait in (*current, *untold)}
+    for wait, error in untold.items():
         if ages.get(wait, 0.0) >= min(_UNTOLD_S, TIMEOUT_S / 4) and _untold.pop(wait, None) is not None:
             told = f"has an error, and waits to tell the other ranks of it:\n{_named(error)}\n"
             say_for_node(f"[{place()}] {told}", told)
-    for wait, age in ages.items():
-        if age >= TIMEOUT_S:
+    for wait, told_of in current.items():
+        if (age := ages[wait]) >= TIMEOUT_S:
             try:
-                say_at_end(_overdue(age, *current[wait]))
+                say_at_end(_overdue(age, *told_of))
                 time.sleep(GRACE_S)
             finally:
                 end(1)

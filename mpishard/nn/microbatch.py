@@ -83,6 +83,27 @@ def cut_of(x: Any, count: int) -> Cut | None:
     return Cut(layout.shard_dims[0], layout.sizes[0], count)
 
 
+def rows_of(x: Tensor, cut: Cut) -> int:
+    """Return how many rows there are for each sample of a batch.
+
+    Not collective.
+
+    Raises
+    ------
+    LayoutError
+        They are no whole number.
+    """
+    rows, rest = divmod(x.shape[0], cut.samples)
+    if rest or not rows:
+        raise LayoutError(
+            "Pipeline.step: a target that does not fit the batch",
+            expected=f"as many rows for each of {cut.samples} samples",
+            got=tuple(x.shape),
+            fix="give targets of this batch",
+        )
+    return rows
+
+
 def parts_of(x: Tensor, cut: Cut) -> list[Tensor]:
     """Return the parts of a batch, or of what has as many rows for each sample.
 
@@ -93,14 +114,7 @@ def parts_of(x: Tensor, cut: Cut) -> list[Tensor]:
     LayoutError
         It has another number of rows.
     """
-    rows, rest = divmod(x.shape[0], cut.samples)
-    if rest or not rows:
-        raise LayoutError(
-            "Pipeline.step: a target that does not fit the batch",
-            expected=f"as many rows for each of {cut.samples} samples",
-            got=tuple(x.shape),
-            fix="give targets of this batch",
-        )
+    rows = rows_of(x, cut)
     cut = cut._replace(rows=rows)
     if len(cut.sizes) == 1:
         return list(x.split([cut.length(i) for i in range(cut.count)]))

@@ -25,7 +25,7 @@ from mpishard.comm.point_to_point.send_recv import send_recv
 from mpishard.comm.tag import hashed
 from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError
 from mpishard.layout import Layout
-from mpishard.nn.microbatch import Cut, cut_of, joined, parts_of
+from mpishard.nn.microbatch import Cut, cut_of, joined, parts_of, rows_of
 from mpishard.nn.module import distribute_module
 from mpishard.tensor.function import block_of
 from mpishard.tensor.gradient import autograd_backward
@@ -63,7 +63,13 @@ class _Run:
                 return call(*inputs)
             except Exception as e:  # noqa: BLE001 (raised on all ranks at the end of the step)
                 self.error = e
+                guard.hold(self, e)  # of this rank alone it may be: then others of the stage wait, and for ever
         return None
+
+    def end(self, comm: Any, signature: str = "") -> None:
+        """Raise on all ranks where one has failed. Collective."""
+        guard.release(self)
+        guard.agree(comm, self.error, signature)
 
 
 class Pipeline(nn.Module):
@@ -152,11 +158,11 @@ class Pipeline(nn.Module):
         self.is_first, self.is_last = self.index == 0, self.index == self.count - 1
         run = _Run()
         stage = run(lambda: self._made(stages[self.index], mesh.device), ())
-        guard.agree(self._comm, run.error, "Pipeline: a stage is made")
+        run.end(self._comm, "Pipeline: a stage is made")
         beside = self.mesh
         if beside is not None:
             stage = run(lambda: distribute_module(stage, beside, **options), ())
-            guard.agree(self._comm, run.error, "Pipeline: a stage is distributed")
+            run.end(self._comm, "Pipeline: a stage is distributed")
         self.stage = stage
         self._device = mesh.device
 
@@ -185,7 +191,7 @@ class Pipeline(nn.Module):
                 else:
                     self._send_forward(run(lambda *given: _outputs(self.stage(*given)), inputs))
         whole = run(joined, (out, cut)) if self.is_last else None
-        guard.agree(self._comm, run.error)
+        run.end(self._comm)
         return whole
 
     def step(self, x: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor], *, reduction: str = "mean") -> Tensor:
@@ -223,7 +229,9 @@ class Pipeline(nn.Module):
             On every rank: batch or target is on another mesh than ``self.mesh``.
         MpishardError
             On every rank: what a stage or ``loss_fn`` raised, or its text where that is no error of this package, when
-            all stages have come to the end of the step. What gradients have got by then is undefined.
+            all stages have come to the end of the step. What gradients have got by then is undefined. One that some
+            ranks of a stage alone raise, while the others wait for them, is printed, and ends the job past
+            ``MPISHARD_TIMEOUT``.
 
         Notes
         -----
@@ -286,7 +294,7 @@ class Pipeline(nn.Module):
             self._taken(None, found, receive=False)
         if x is not batch and x.grad is not None:
             run(autograd_backward, ([batch], [x.grad]))
-        guard.agree(self._comm, run.error)
+        run.end(self._comm)
         loss, dtype = blocking.broadcast(total, self._group, self.count - 1)
         return loss.to(_DTYPES[int(dtype)])
 
@@ -384,10 +392,21 @@ class Pipeline(nn.Module):
             error = LayoutError(
                 f"Pipeline.{what}: reduction", expected="'mean' or 'sum'", got=repr(reduction), fix="give one of them"
             )
-        guard.agree(self._comm, error, f"Pipeline.{what} {reduction}")
         comm = self._group.comm
         with guard.waiting("Pipeline", (), comm):
-            cut: Cut = comm.bcast(of_batch)
+            cut: Cut = comm.bcast(of_batch if error is None else None)
+        if "target" in given and cut is not None and error is None:
+            try:
+                rows_of(target, cut)
+            except LayoutError as e:
+                error = e
+        # ranks of a stage that cut differently would wait for each other
+        forms = {k: None if cut_of(v, count) is None else _form_of(v) for k, v in given.items()}
+        try:
+            guard.agree(self.stage_mesh.all_ranks.comm, error, f"Pipeline.{what} of {forms}")
+        except MpishardError as e:
+            error = e
+        guard.agree(self._comm, error, f"Pipeline.{what} {reduction}")
         return parts_of(x, cut) if self.is_first else [None] * count, cut
 
 

@@ -278,6 +278,23 @@ def test_the_watchdog_keeps_no_error():
     assert seen() is None
 
 
+def test_an_error_that_is_told_later_is_printed(monkeypatch):
+    """The ranks that it is for may wait for this one, and never come."""
+    said = []
+    monkeypatch.setattr(guard, "say_for_node", lambda *texts: said.append(texts[0]))
+    error = ValueError("of one rank alone")
+    guard.hold("key", error)
+    ages = guard._looked_at({}, 1.0)
+    assert not said
+    for _ in range(40):
+        ages = guard._looked_at(ages, 1.0)
+    assert len(said) == 1
+    assert "ValueError: of one rank alone" in said[0]
+    guard.hold("key", error)
+    guard.release("key")
+    assert not guard._looked_at(ages, 60.0)
+
+
 def test_report_names_world_ranks():
     reverse = WORLD.Split(0, -WORLD.rank)
     text = guard._overdue(12.3, "halo_exchange", (0,), reverse)

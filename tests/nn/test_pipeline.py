@@ -479,6 +479,21 @@ def test_outputs_that_cannot_be_put_together_raise_on_all_ranks(mesh, made):
         pipe(ms.distribute_tensor(data(4, 3, 9, 8), pipe.mesh, [ms.Shard(2)]))
 
 
+def test_a_batch_or_target_that_one_rank_alone_has_wrong(mesh):
+    """Others of its stage would wait for what it does not compute."""
+    beside = mesh.shape[1]
+    pipe = ms.Pipeline(stages_of(mesh.shape[0]), mesh, "stage", microbatches=2)
+    batch = ms.distribute_tensor(data(4, 3, 9, 8), pipe.mesh, [ms.Shard(2)])
+    is_odd = mesh.rank == mesh.size - 1
+    with pytest.raises(ms.LayoutError, match="a target that does not fit the batch"):
+        pipe.step(batch, data(5, 3, 9, 8) if is_odd else batch, F.mse_loss)
+    if beside > 1:
+        is_odd = mesh.rank == 0
+        with pytest.raises(ms.DesyncError, match=r"Pipeline\.step of"):
+            pipe.step(data(4, 3, 9, 8) if is_odd else batch, batch, F.mse_loss)
+    pipe.step(batch, batch, lambda y, _: y.square().mean())
+
+
 class Stops(nn.Module):
     """Without a gradient from its third call on."""
 
