@@ -33,6 +33,8 @@ class Withheld:
     def __init__(self, param: Tensor) -> None:
         self._param = weakref.ref(param)
         self.shares: dict[Key, Tensor] = {}
+        # in `held`
+        self.number = next(_number)
         # of ``.grad``, as it was last seen
         self.version = -1
 
@@ -46,8 +48,13 @@ class Withheld:
         if param is None or _is_written_into(param) or withheld_of(param) is not self:
             return []
         shares, self.shares = self.shares, {}
-        del param.grad._withheld  # type: ignore[union-attr]
+        self._leave(param.grad)
         return [(key, (param, share)) for key, share in shares.items()]
+
+    def _leave(self, grad: Any) -> None:
+        """Wait no more beside a gradient, which is not lost with what waits: it was summed, or is to be forgotten."""
+        held.pop(self.number, None)
+        del grad._withheld
 
 
 # in the order in which they were made, which is the same on every rank, with their parameters: what a pass sums must
@@ -73,7 +80,8 @@ def no_sync() -> Iterator[None]:
     ------
     UnsupportedOperationError
         From an optimizer's step, and from a later pass: the sum is still to come, or ``.grad`` was written into or
-        replaced (but by ``zero_grad``, None or zeros, which forget what was found).
+        replaced (but by ``zero_grad``, None or zeros, which forget what was found). Torch does not count writes by
+        ``p.grad.data``: they are not seen.
 
     Notes
     -----
@@ -113,7 +121,7 @@ def withheld_of(param: Tensor) -> Withheld | None:
         return found
     if _is_written_into(param):
         raise _changed(grad, "was written into")
-    del grad._withheld  # type: ignore[attr-defined]
+    found._leave(grad)
     return None
 
 
@@ -165,7 +173,7 @@ def withhold(param: Tensor, key: Key, g: Tensor) -> None:
     found = withheld_of(param)
     if found is None:
         found = param.grad._withheld = Withheld(param)  # type: ignore[attr-defined]
-        number = next(_number)
+        number = found.number
         held[number] = weakref.ref(found, lambda _: _lose(number)), param
     found.version = param.grad._version
     if key in found.shares:

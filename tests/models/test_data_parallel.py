@@ -166,6 +166,11 @@ def test_what_waits_is_forgotten_with_the_gradient(mesh, set_to_none):
     model(b).square().sum().backward()
     close(model.conv.weight.grad, reference.conv.weight.grad, "the second alone")
     assert first.shape == second.shape
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.step()  # nothing waits any more, and nothing was replaced
+    model(b).square().sum().backward()
+    optimizer.step()
+    close(model.conv.weight.grad, 2 * reference.conv.weight.grad, "the second twice")
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
