@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mpishard.autograd.graph import unseen
 from mpishard.errors import MpishardError, UnsupportedOperationError
 
-# what Python raises where a rule looks for a dim or an attribute that is not there
-STUMBLES = (LookupError, AttributeError, TypeError, ValueError, AssertionError, ArithmeticError)
+# what Python raises where a rule looks for a dim or an attribute that is not there, and torch for want of a number
+STUMBLES = (LookupError, AttributeError, TypeError, ValueError, AssertionError, ArithmeticError, RuntimeError)
+# of an integer that a rule has given to torch without its data
+_NO_NUMBER = "cannot be called on meta tensors"
 
 # torch's rules for meta are Python, too, and see less than its kernels
 _STUMBLES_OF_META = (NotImplementedError, KeyError, AttributeError, AssertionError, ZeroDivisionError)
@@ -32,7 +34,7 @@ def explained(
     Not collective. Only for errors that a rule itself has stumbled over: not those on purpose, nor those of torch or of
     the program's functions that it calls.
     """
-    if function in _GRADIENTS or isinstance(error, MpishardError) or not _is_ours(error):
+    if function in _GRADIENTS or isinstance(error, (MpishardError, RuntimeError)) or not _is_ours(error):
         return None
     with torch.no_grad(), unseen():
         few = all(x.numel() <= _FEW for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
@@ -57,6 +59,8 @@ def with_ints(
     they do.
     """
     if isinstance(error, (MpishardError, IndexError)) or not any(map(_is_int, tree_leaves((args, kwargs)))):
+        return None
+    if isinstance(error, RuntimeError) and _NO_NUMBER not in str(error):
         return None
     return tree_map(lambda x: int(x) if _is_int(x) else x, (tuple(args), dict(kwargs)))  # type: ignore[no-any-return]
 

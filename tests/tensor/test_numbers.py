@@ -55,6 +55,9 @@ DIMS = {
     "gradient": lambda x, one, two: torch.gradient(x, dim=one),
     "conv2d": lambda x, one, two: F.conv2d(x, torch.ones(4, 4, 3, 3), stride=two, padding=one),
     "pad": lambda x, one, two: F.pad(x, (one, two)),
+    "unfold": lambda x, one, two: x.unfold(one, two, two),
+    "max_pool2d": lambda x, one, two: F.max_pool2d(x, two, stride=(one, two)),
+    "avg_pool2d": lambda x, one, two: F.avg_pool2d(x, two),
 }
 
 
