@@ -82,7 +82,7 @@ class Plain:
             expected="the same cotangent on every rank, of what every rank holds whole",
             got="another one on each: every rank went on with its own data",
             fix="say what the cotangents are: full_tensor(grad_placements=[ms.Partial(), ...]) sums those of the "
-            "ranks; or work on the ShardTensor itself",
+            "ranks; where it is used in both ways, take one for each; or work on the ShardTensor itself",
         )
 
 
@@ -159,6 +159,12 @@ def note_wrapped(x: Tensor, layout: Layout, mesh: CartMesh) -> None:
     """
     if _open and x.grad_fn is not None:
         _look(x, mesh, {m: type(p) is not Replicate for m, p in enumerate(layout.placements)})
+
+
+def note_operand(x: Tensor, mesh: CartMesh) -> None:
+    """Note that a plain tensor meets ShardTensors: its cotangent will be the same on all ranks. Not collective."""
+    if _open and x.grad_fn is not None:
+        _look(x, mesh, dict.fromkeys(range(mesh.ndim), False))
 
 
 def note_reduced(x: Tensor, mesh: CartMesh, mesh_dims: Iterable[int]) -> None:

@@ -241,7 +241,9 @@ def full_tensor(x: ShardTensor, *, grad_placements: Any = None) -> Tensor:
     Adjoint: each rank keeps its block of the cotangent, which is the same on every rank; or (`Partial`) of the sum of
     the ranks' cotangents, a reduce-scatter. Where ``grad_placements`` are not given, it is a sum over the mesh dims
     that shard the ShardTensor which the result becomes part of (``ShardTensor.from_local``), or over which it is
-    reduced (`all_reduce` and its kin); over others the cotangents are compared, and ranks that differ raise.
+    reduced (`all_reduce` and its kin); over others the cotangents are compared, and ranks that differ raise. Where the
+    result is used in both ways, take one for each: one that meets ShardTensors too raises, and one that a plain loss
+    uses too has a gradient that counts the second use on every rank.
 
     Examples
     --------

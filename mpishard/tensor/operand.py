@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mpishard.autograd import redistribute as autograd
 from mpishard.autograd.linear import differentiated
+from mpishard.autograd.plain import note_operand
 from mpishard.autograd.replica import meet
 from mpishard.autograd.use import use_beside, use_part
 from mpishard.comm.mesh import CartMesh
@@ -87,6 +88,7 @@ def on_mesh(x: Tensor, mesh: CartMesh) -> ShardTensor:
         return resolved(x)
     refuse_dtensor(x)
     meet(x, mesh)
+    note_operand(x, mesh)
     return wrap(x, replicated_layout(mesh, x.shape), mesh)
 
 
@@ -106,6 +108,7 @@ def blocks_of(operands: Sequence[Any]) -> tuple[CartMesh, list[Tensor], tuple[La
         else:
             refuse_dtensor(x)
             meet(x, mesh)
+            note_operand(x, mesh)
             blocks.append(x)
             layouts.append(replicated_layout(mesh, x.shape))
     return mesh, blocks, tuple(layouts)
@@ -141,6 +144,7 @@ def fitted(x: Any, mesh: CartMesh, out: Layout) -> Any:
         meet(x, mesh)
         if x.ndim == 0 and not differentiated(x):
             return x
+        note_operand(x, mesh)
         held, local = x.shape, x
     else:
         return x
@@ -203,4 +207,7 @@ def used_beside(x: Tensor, other: ShardTensor) -> Tensor | None:
         if len(_beside) > 65536:
             _beside.clear()
         mesh_dims = _beside[key] = used if source is target else None
-    return None if mesh_dims is None else use_beside(x, other.mesh, mesh_dims, layout)
+    if mesh_dims is None:
+        return None
+    note_operand(x, other.mesh)
+    return use_beside(x, other.mesh, mesh_dims, layout)

@@ -230,3 +230,24 @@ def test_terms_of_a_sum():
         # of terms that are no multiples of each rank's, no cotangent of the sum
         with pytest.raises(ms.DesyncError, match="differs between ranks"):
             ms.ShardTensor.from_local((x @ y).to_local().square(), mesh, terms.placements).sum().backward()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_result_that_is_used_in_both_ways():
+    """As parts of a sum, and as a whole that meets ShardTensors: the second counted as often as there are ranks."""
+    mesh, full, other = mesh_of((WORLD.size,)), values(N, 3), values(N + 1, 3)
+    a = full.clone().requires_grad_()
+    ((other @ a.T).sum() + a.square().sum()).backward()
+
+    def loss(x, first, second):
+        y = shard(other, mesh, (ms.Shard(0),))
+        parts = ms.ShardTensor.from_local(y.to_local() @ first.T, mesh, (ms.Shard(0),))
+        return parts.sum() + second.square().sum()
+
+    x = shard(full, mesh, (ms.Shard(0),)).requires_grad_()
+    both = x.full_tensor()
+    with pytest.raises(ms.DesyncError, match="take one for each"):
+        loss(x, both, both).backward()
+    x.grad = None
+    loss(x, x.full_tensor(), x.full_tensor()).backward()
+    torch.testing.assert_close(gathered(x.grad), a.grad)
