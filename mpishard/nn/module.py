@@ -56,9 +56,9 @@ def distribute_module(
         forward; what they return takes their place. Functions of two arguments, without the module, as DTensor's were.
     shard_parameters
         Mesh dim, or dims, over which parameters are sharded: they become ShardTensors of which a rank holds its block,
-        of gradients and of any optimizer's state too. A layer's are gathered ahead of its forward and backward, freed
-        after each, and its gradients reduce-scattered. A copy of the model (``copy.deepcopy``, an average of weights by
-        ``torch.optim.swa_utils.AveragedModel``) holds its share too.
+        of gradients and of any optimizer's state too: make that behind this call. A layer's are gathered ahead of its
+        forward and backward, freed after each, and its gradients reduce-scattered. A copy of the model
+        (``copy.deepcopy``, an average of weights by ``torch.optim.swa_utils.AveragedModel``) holds its share too.
     gather_dtype
         Dtype in which sharded parameters travel and are computed with, such as ``torch.bfloat16``; they, their
         gradients and the optimizer's state stay in their own.
@@ -88,7 +88,7 @@ def distribute_module(
     ------
     LayoutError
         Parameters or buffers lie on another mesh, or were sharded by an earlier call; or a module's parameters
-        cannot be sharded.
+        cannot be sharded, or have hooks, which those that take their places would not have.
     MeshError
         ``shard_parameters`` names no dim of the mesh.
     UnsupportedOperationError
@@ -224,6 +224,8 @@ def _checked(
         if not isinstance(t, ShardTensor) and (odd := unfit(t) or uncopied(t)):
             raise _ungiven(name, "dense parameters and buffers", odd)
     over = () if shard_parameters is None else sharding.dims_of(mesh, shard_parameters)
+    if over:
+        sharding.require_unhooked(module, mesh.group(over).size)
     if not over and (gather_dtype is not None or offload):
         raise LayoutError(
             "distribute_module: gather_dtype or offload",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
@@ -10,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from mpishard.autograd.argument import require
 from mpishard.autograd.gathered import Gathered, Schedule, Turn, Unit, saving, sharded_dim
 from mpishard.autograd.linear import in_transform
+from mpishard.autograd.replica import Replica
 from mpishard.comm import traced
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import listed
@@ -330,13 +333,61 @@ def _written(owner: nn.Module, name: str) -> int:
     return written(owner._parameters[name])
 
 
+def _cut_dim(param: Tensor, count: int) -> int | None:
+    is_number = param.is_floating_point() or param.is_complex()
+    return sharded_dim(param.shape, count) if count > 1 and param.is_leaf and is_number else None
+
+
 def _shard(param: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...], count: int, offload: bool) -> ShardTensor | None:
-    dim = sharded_dim(param.shape, count) if count > 1 and param.is_leaf else None
-    if dim is None or not (param.is_floating_point() or param.is_complex()):
+    dim = _cut_dim(param, count)
+    if dim is None:
         return None
     placements = [Shard(dim) if m in mesh_dims else Replicate() for m in range(mesh.ndim)]
     x = distribute_tensor(param.detach(), mesh, placements)
     if offload:
         x.block = x.block.cpu()
     # a ShardTensor too: torch makes it of the same class
-    return nn.Parameter(x, requires_grad=param.requires_grad)  # type: ignore[return-value]
+    new: ShardTensor = nn.Parameter(x, requires_grad=param.requires_grad)  # type: ignore[assignment]
+    for name, value in vars(param).items():  # by which a program knows its parameters
+        if not hasattr(new, name):
+            setattr(new, name, value)
+    _note_sharded(param)
+    return new
+
+
+# parameters in whose places there are sharded ones, and which something else holds
+_sharded: dict[int, weakref.ref[Tensor]] = {}
+_step_hook: Any = None
+
+
+def _note_sharded(param: Tensor) -> None:
+    global _step_hook  # noqa: PLW0603
+    if _step_hook is None:
+        _step_hook = register_optimizer_step_pre_hook(_refuse_step)
+    number = id(param)
+    _sharded[number] = weakref.ref(param, lambda _: _sharded.pop(number, None))
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if _sharded and any(id(param) in _sharded for group in optimizer.param_groups for param in group["params"]):
+        raise UnsupportedOperationError(
+            "an optimizer of parameters that were sharded since",
+            expected="the parameters that the model has now",
+            got="some that distribute_module(shard_parameters=) has replaced: a step would change nothing",
+            fix="make the optimizer behind distribute_module: torch.optim.AdamW(model.parameters())",
+        )
+
+
+def require_unhooked(module: nn.Module, count: int) -> None:
+    """Raise where a parameter that is to be sharded has hooks, which would not be called any more. Not collective."""
+    for name, x in module.named_parameters():
+        if isinstance(x, ShardTensor) or _cut_dim(x, count) is None:
+            continue
+        both: Any = (x._backward_hooks, x._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+        if any(not isinstance(hook, Replica) for hooks in both for hook in (hooks or {}).values()):
+            raise LayoutError(
+                f"distribute_module: {name!r} is to be sharded, and has hooks",
+                expected="parameters without hooks",
+                got="one that would be replaced by a ShardTensor, and its hooks with it",
+                fix="register them behind distribute_module, on the parameters that the model has then",
+            )

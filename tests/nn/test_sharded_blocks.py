@@ -140,6 +140,28 @@ def test_what_forward_writes_into_a_parameter_is_not_lost_in_silence(by_data):
     assert "weight" not in vars(model)
 
 
+@pytest.mark.ranks(2, 3, 4)
+def test_what_a_program_had_done_with_parameters_before():
+    mesh, x = ms.init_mesh((-1,), ("y",)), torch.ones(2, 8)
+    model = nn.Linear(8, 8)
+    model.weight.options = {"lr": 1.0}
+    before = torch.optim.SGD(model.parameters(), 0.1)
+    handle = model.bias.register_hook(lambda g: None)
+    with pytest.raises(ms.LayoutError, match="'bias' is to be sharded, and has hooks"):
+        ms.distribute_module(model, mesh, shard_parameters="y")
+    handle.remove()
+    ms.distribute_module(model, mesh)  # has hooks of its own
+    ms.distribute_module(model, mesh, shard_parameters="y")
+    assert model.weight.options == {"lr": 1.0}
+    model(ms.distribute_tensor(x, mesh, (ms.Replicate(),))).sum().backward()
+    with pytest.raises(ms.UnsupportedOperationError, match="sharded since"):
+        before.step()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    small = nn.Linear(8, 1)
+    small.bias.register_hook(lambda g: None)
+    ms.distribute_module(small, mesh, shard_parameters="y")  # stays as it is
+
+
 class Constrained(nn.Module):
     """Writes into its layers by ``.data`` before it calls them, as norms of weights are bounded."""
 
