@@ -135,15 +135,14 @@ class Agreement:
         # an error that ranks have agreed on leaves nothing under way
         unsettled = inside and "_told_by_rank_0" not in error.__dict__
         self._tell_all(self._hooks, _HOOKS, error is not None, unsettled)
-        told = 0
+        told: list[MPI.Request] = []
         if inside and not isinstance(error, Abandoned):
             deadline = time.monotonic() + _PATIENCE_S
             with guard.waiting("hook", (), self.comm):
                 while not (done := self._hooks.done()) and time.monotonic() < deadline:
                     pass
                 if not done:
-                    self._tell()
-                    told = 1
+                    told = self._tell()
         _, failed, renews = self._told(self._hooks, "hook")
         if not failed:
             return
@@ -162,17 +161,19 @@ class Agreement:
                 renew(self._mesh, self.comm)
                 self._meet()
 
-    def _tell(self) -> None:
+    def _tell(self) -> list[MPI.Request]:
         nothing = bytearray()
         others = [rank for rank in range(self.comm.Get_size()) if rank != self.comm.Get_rank()]
-        MPI.Request.Waitall([self.comm.Isend([nothing, MPI.BYTE], rank, _FAILED) for rank in others])
+        return [self.comm.Isend([nothing, MPI.BYTE], rank, _FAILED) for rank in others]
 
-    def _hear(self, told: int) -> None:
+    def _hear(self, told: list[MPI.Request]) -> None:
         """Receive what was told: nothing may be under way on a communicator that ends."""
-        nothing = bytearray()
+        nothing, own = bytearray(), bool(told)
         with guard.waiting("hook", (), self.comm):
-            for _ in range(self.comm.allreduce(told) - told):
+            for _ in range(self.comm.allreduce(own) - own):
                 self.comm.Recv([nothing, MPI.BYTE], MPI.ANY_SOURCE, _FAILED)
+            # not before: MPI may let a send wait for its receive, and who is told may be in here already
+            MPI.Request.Waitall(told)
 
     def along(self, mesh_dim: int, own: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], bool]:
         """Return what each position along a mesh dim has, and whether this rank has what others at its position do.

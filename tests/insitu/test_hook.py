@@ -10,6 +10,7 @@ from contextvars import ContextVar
 import numpy as np
 import pytest
 import torch
+from mpi4py import MPI
 from torch.utils._pytree import tree_map_only
 
 import mpishard as ms
@@ -524,6 +525,31 @@ def test_others_wait_inside_the_model_for_one_that_raised(host, sim, when, besid
         call()
         expected = work(whole) if kind != "moved" else whole + 1
         np.testing.assert_allclose(array[host.interior], expected[host.box], rtol=1e-10, err_msg=kind)
+
+
+class Unbuffered(MPI.Intracomm):
+    Isend = MPI.Intracomm.Issend
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("culprits", [(0,), (0, 1)])
+def test_who_raised_is_told_without_buffers(host, sim, culprits):
+    """MPI may let any send wait for its receive: of several ranks that tell each other, none waits to be heard."""
+    array = host.array()
+    sim.field("u", array)
+    agreement = sim.agreement
+    agreement.comm = Unbuffered(agreement.comm)
+
+    def model(x):
+        if WORLD.rank in culprits:
+            raise ValueError("unstable")
+        return x * x.sum()
+
+    hook = sim.hook(model, ["u"], ["u"])
+    for _ in range(3):
+        with pytest.raises(ms.MpishardError, match="unstable"):
+            hook()
+        np.testing.assert_array_equal(array[host.interior], host.whole[host.box])
 
 
 def _shifted(x, folder):
