@@ -318,7 +318,7 @@ def poisson(input: Any, generator: Any = None) -> ShardTensor:
 def multinomial(input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
     """Draw categories with the weights in the last dim. Collective.
 
-    With replacement, where that dim is sharded, it is gathered.
+    With replacement, where that dim is sharded, it is gathered. There may be more than torch's 2^24 categories.
     """
     x = resolved(input).detach()
     x = _weights(x, num_samples, replacement)
