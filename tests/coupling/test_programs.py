@@ -144,8 +144,10 @@ def seen_too_late(entries):
     return decided(entries)
 if rank == 0:
     meeting._one_name = seen_too_late
+join = ms.insitu.join
+world.Barrier()  # who is still importing would find the last rank gone before it is there
 for timeout in 0.1 if rank == size - 1 else 60, 60:
-    ms.insitu.join("first" if rank == 0 else "others", timeout=timeout)
+    join("first" if rank == 0 else "others", timeout=timeout)
     print(f"rank {rank} JOINED", flush=True)
 """
 
