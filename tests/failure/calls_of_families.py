@@ -193,7 +193,7 @@ FAMILIES: dict[str, Make] = {
     "cross_entropy": of_double(on_field(crossed)),
     "batch_norm": of_double(on_field(lambda x, n: F.batch_norm(x, None, None, training=True, eps=1.0 / n).to_local())),
     "backward of std": grad_of(lambda x, n: x.std(2 if n == 3 else None) * x),
-    "backward of softmax": grad_of(lambda x, n: x.softmax(2) * n),
+    "backward of softmax": grad_of(lambda x, n: x.softmax(2 if n == 3 else 3)),
     "distribute_module": made_model,
     "clip_grad_norm_": clipped,
     "dot_test": tested,
