@@ -180,6 +180,13 @@ def _place(coords: Sequence[int], grid: tuple[int, ...]) -> int:
 _left: list[MPI.Comm] = []
 
 
+def leave(mesh: CartMesh, but: MPI.Comm | None = None) -> None:
+    """Have a mesh's communicators never freed, as `renew` has it. Not collective."""
+    comms = mesh._holding.comms
+    _left.extend(c for c in comms if c is not but)
+    comms.clear()
+
+
 def renew(mesh: CartMesh, comm: MPI.Intracomm) -> None:
     """Leave a mesh's communicators, where messages of abandoned calls may be, and plan anew.
 
@@ -189,8 +196,7 @@ def renew(mesh: CartMesh, comm: MPI.Intracomm) -> None:
     """
     comms = mesh._holding.comms
     halos = mesh.all_ranks.links.get("halo")
-    _left.extend(c for c in comms if c is not comm)
-    comms.clear()
+    leave(mesh, but=comm)
     with guard.waiting("renew", (), comm):
         cart = comm.Create_cart(mesh.shape, mesh.periodic, reorder=False)
         comms.append(cart)

@@ -11,12 +11,13 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard.comm import guard, thread
-from mpishard.comm.adoption import renew
+from mpishard.comm.adoption import leave, renew
 from mpishard.comm.dissemination import Dissemination
+from mpishard.comm.lifetime import made
 from mpishard.comm.lookout import lookout
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.wait_meter import meters
-from mpishard.errors import MpishardError
+from mpishard.errors import MeshError, MpishardError
 
 _FAILED, _CALLS, _HOOKS = 31, 32, 33  # tags
 _PATIENCE_S = 0.05  # mostly all ranks fail alike
@@ -46,6 +47,11 @@ class Agreement:
     """What the ranks of a simulation agree on, on a communicator of its own. Collective in every method.
 
     Made by all ranks of ``mesh`` together.
+
+    Attributes
+    ----------
+    lost : MeshError or None
+        Why the ranks can agree on nothing any more, on all of them.
     """
 
     def __init__(self, mesh: CartMesh) -> None:
@@ -55,6 +61,7 @@ class Agreement:
         self._owner = thread.Owner()
         thread.own(self.comm, self._owner)
         self._alone = mesh.size == 1
+        self.lost: MeshError | None = None
         self._meet()
 
     def _meet(self) -> None:
@@ -74,6 +81,8 @@ class Agreement:
         return self._told(self._calls, op)[0]
 
     def _tell_all(self, rounds: Dissemination, digest: int, failed: bool, unsettled: bool = False) -> None:
+        if self.lost is not None:
+            raise self.lost
         thread.require(self.comm)
         rounds.start(digest, -digest, -failed, -unsettled)
 
@@ -151,15 +160,26 @@ class Agreement:
             self.on(None if isinstance(error, Abandoned) else error, "hook", "")
         finally:
             if renews:
-                self._calls.free()
-                self._hooks.free()
-                old = self.comm
-                with guard.waiting("hook", (), old):
-                    self.comm = old.Dup()
-                self._mesh._holding.comms.append(self.comm)
-                thread.own(self.comm, self._owner)
-                renew(self._mesh, self.comm)
-                self._meet()
+                self._renew()
+
+    def _renew(self) -> None:
+        self._calls.free()
+        self._hooks.free()
+        try:
+            self.comm = made("hook", self.comm, self.comm.Dup)
+            self._mesh._holding.comms.append(self.comm)
+            thread.own(self.comm, self._owner)
+            made("hook", self.comm, lambda: renew(self._mesh, self.comm))
+        except MeshError as e:
+            leave(self._mesh)
+            self.lost = MeshError(
+                "hook: models have raised so often that MPI makes no more communicators",
+                expected="at most some hundred errors of models: each leaves its messages and communicators behind",
+                got=str(e).partition("got:")[2].partition("fix:")[0].strip(),
+                fix="end the program; a model that often cannot go on returns its inputs, or NaN, and does not raise",
+            )
+            raise guard.common(self.lost, self.comm) from e
+        self._meet()
 
     def _tell(self) -> list[MPI.Request]:
         nothing = bytearray()
@@ -168,9 +188,11 @@ class Agreement:
 
     def _hear(self, told: list[MPI.Request]) -> None:
         """Receive what was told: nothing may be under way on a communicator that ends."""
-        nothing, own = bytearray(), bool(told)
+        nothing, own, every = bytearray(), np.array([bool(told)], np.int64), np.empty(1, np.int64)
         with guard.waiting("hook", (), self.comm):
-            for _ in range(self.comm.allreduce(own) - own):
+            # mpi4py makes a communicator of its own for sums of objects
+            self.comm.Allreduce(own, every)
+            for _ in range(int(every[0] - own[0])):
                 self.comm.Recv([nothing, MPI.BYTE], MPI.ANY_SOURCE, _FAILED)
             # not before: MPI may let a send wait for its receive, and who is told may be in here already
             MPI.Request.Waitall(told)

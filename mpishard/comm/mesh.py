@@ -412,7 +412,8 @@ class CartMesh(DeviceMeshNames):
             for plans in (mesh.plans, mesh.kept, *mesh._partial.values()):
                 plans.clear()
             mesh.storages.clear()
-        if self._groups[tuple(range(self.ndim))].comm is self._holding.comms[0]:
+        comms = self._holding.comms
+        if not comms or self._groups[tuple(range(self.ndim))].comm is comms[0]:
             self._holding.free()
         self._groups.clear()
 

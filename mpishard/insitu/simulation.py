@@ -445,6 +445,8 @@ class Simulation:
                 got="use after it",
                 fix="adopt again",
             )
+        if self.agreement.lost is not None:
+            raise self.agreement.lost
 
     def release(self) -> None:
         """Let go of the host's arrays and free the plans: later use of a field raises.

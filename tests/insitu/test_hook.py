@@ -552,6 +552,30 @@ def test_who_raised_is_told_without_buffers(host, sim, culprits):
         np.testing.assert_array_equal(array[host.interior], host.whole[host.box])
 
 
+class Full(MPI.Intracomm):
+    def Dup(self, info=None):
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_models_that_raise_until_no_communicator_is_left(host, sim):
+    """Each leaves some behind: the last one says so, and nothing is agreed on afterwards."""
+    array = host.array()
+    sim.field("u", array)
+    sim.agreement.comm = Full(sim.agreement.comm)
+
+    def model(x):
+        if WORLD.rank == 0:
+            raise ValueError("unstable")
+        return x * x.sum()
+
+    hook = sim.hook(model, ["u"], ["u"])
+    for call in (hook, hook, lambda: sim.hook(model, ["u"], ["u"]), lambda: sim.field("v", array.copy())):
+        with pytest.raises(ms.errors.MeshError, match="so often that MPI makes no more communicators"):
+            call()
+    np.testing.assert_array_equal(array[host.interior], host.whole[host.box])
+
+
 def _shifted(x, folder):
     corner = x.to_local().sum().reshape(1, 1)
     for way in (1, -1):
