@@ -412,8 +412,7 @@ class CartMesh(DeviceMeshNames):
             for plans in (mesh.plans, mesh.kept, *mesh._partial.values()):
                 plans.clear()
             mesh.storages.clear()
-        comms = self._holding.comms
-        if not comms or self._groups[tuple(range(self.ndim))].comm is comms[0]:
+        if self._groups[tuple(range(self.ndim))].comm in self._holding.comms[:1] or not self._holding.comms:
             self._holding.free()
         self._groups.clear()
 
