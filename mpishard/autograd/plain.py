@@ -2,16 +2,19 @@
 
 Of a value that every rank holds whole, the cotangent is the same on every rank where all of them go on with it in
 the same way, and a sum over the ranks where each uses it with its own block. Which of the two is known where the
-result becomes a ShardTensor again, or is reduced: there the graph is looked through, back to the value.
+result becomes a ShardTensor again, meets some, or is reduced: the backward pass that comes by there looks through the
+graph, back to the value. One that does not, as of a metric that is no part of the loss, has no cotangent there.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from mpishard.autograd.linear import apply
 from mpishard.autograd.redistribute import run_steps
@@ -43,9 +46,10 @@ class Plain:
         self.mesh, self.held, self.shown = mesh, held, shown
         self.sequence = 0
         self._given, self._terms = given, set(terms)
-        # mesh dims over which ranks were seen to use it with blocks of their own, and all in the same way
-        self._apart: set[int] = set()
-        self._alike: set[int] = set()
+        # mesh dims, and whether ranks along them were seen to use it with blocks of their own, or all in the same way:
+        # by one backward pass, or by any
+        self._seen: dict[int, set[tuple[int, bool]]] = {}
+        self._kept: set[tuple[int, bool]] = set()
 
     @property
     def adjoint(self) -> _Back:
@@ -56,16 +60,16 @@ class Plain:
         """Gather."""
         return run_steps(self.mesh, self.held, self.shown, x)
 
-    def note(self, states: Mapping[int, bool]) -> None:
-        """Note per mesh dim whether ranks use it with blocks of their own. Not collective."""
-        for m, is_apart in states.items():
-            (self._apart if is_apart else self._alike).add(m)
+    def note(self, states: _States, task: int) -> None:
+        """Note per mesh dim whether ranks use it with blocks of their own; ``task`` -1: in any pass. Not collective."""
+        (self._kept if task < 0 else self._seen.setdefault(task, set())).update(states)
 
     def back(self, g: Tensor) -> Tensor:
         """Return the block's cotangent. Collective."""
         given = self._given
         if given is None:
-            summed = self._apart - self._alike - self._terms
+            found = self._kept | self._seen.pop(torch._C._current_graph_task_id(), set())
+            summed = {m for m, is_apart in found if is_apart and (m, False) not in found} - self._terms
             placements = [
                 Partial() if m in summed and type(p) is Replicate else p for m, p in enumerate(self.shown.placements)
             ]
@@ -158,52 +162,77 @@ def note_wrapped(x: Tensor, layout: Layout, mesh: CartMesh) -> None:
     Not collective.
     """
     if _open and x.grad_fn is not None:
-        _look(x, mesh, {m: type(p) is not Replicate for m, p in enumerate(layout.placements)})
+        _note(x.grad_fn, mesh, {m: type(p) is not Replicate for m, p in enumerate(layout.placements)})
 
 
-def note_operand(x: Tensor, mesh: CartMesh) -> None:
-    """Note that a plain tensor meets ShardTensors: its cotangent will be the same on all ranks. Not collective."""
-    if _open and x.grad_fn is not None:
-        _look(x, mesh, dict.fromkeys(range(mesh.ndim), False))
+def met(x: Tensor, mesh: CartMesh) -> Tensor:
+    """Return a plain tensor that meets ShardTensors: its cotangent will be the same on all ranks. Not collective."""
+    if _open and x.grad_fn is not None and torch.is_grad_enabled():
+        x = x.view_as(x)  # what else is made of it has other nodes
+        _note(x.grad_fn, mesh, dict.fromkeys(range(mesh.ndim), False))
+    return x
 
 
 def note_reduced(x: Tensor, mesh: CartMesh, mesh_dims: Iterable[int]) -> None:
     """Note that ``x`` is each rank's own part of what is made over ``mesh_dims``. Not collective."""
     if _open and x.grad_fn is not None:
-        _look(x, mesh, dict.fromkeys(mesh_dims, True))
-
-
-def _look(x: Tensor, mesh: CartMesh, states: dict[int, bool]) -> None:
-    """Go back through the graph, to the plain tensors that were taken."""
-    first = min((op.sequence for known in list(_open.values()) if (op := known()) is not None), default=0)
-    for node, found in _walk(x.grad_fn, tuple(states.items()), first):
-        op = getattr(node, "op", None)
-        if isinstance(op, Plain) and op.mesh is mesh:
-            op.note(dict(found))
+        _note(x.grad_fn, mesh, dict.fromkeys(mesh_dims, True))
 
 
 _States = tuple[tuple[int, bool], ...]
 
 
-def _walk(root: Any, states: _States, first: int) -> Iterator[tuple[Any, _States]]:
-    """Yield nodes not older than ``first``, and what a cotangent is there."""
-    todo, seen = [(root, states)], set()
+def _note(node: Any, mesh: CartMesh, states: dict[int, bool]) -> None:
+    """Have a backward pass that comes by ``node`` go on from there to the plain tensors that were taken."""
+    below = _visit(node, tuple(states.items()), mesh, -1)
+    if below:  # else nothing lies between, or nothing is to be seen
+        node.register_prehook(lambda _: _look(below, mesh))
+
+
+# the backward pass that looks, from where on nodes may lead to what was taken, and what it has looked at
+_pass: tuple[int, int, set[Any]] = -1, 0, set()
+
+
+def _look(todo: list[tuple[Any, _States]], mesh: CartMesh) -> None:
+    """Go on through the graph, once for all that a pass comes by."""
+    global _pass  # noqa: PLW0603
+    task = torch._C._current_graph_task_id()
+    if _pass[0] != task:
+        first = min((op.sequence for known in list(_open.values()) if (op := known()) is not None), default=0)
+        _pass = task, first, set()
+        Variable._execution_engine.queue_callback(_forget)  # type: ignore[attr-defined]
+    _, first, seen = _pass
+    # of a graph that is differentiated again, by ways that do not come by here
+    task = -1 if torch.is_grad_enabled() else task
+    todo = list(todo)
     while todo:
-        node, states = todo.pop()
-        if (node, states) in seen or node._sequence_nr() < first:
+        at = todo.pop()
+        if (*at, mesh) in seen or at[0]._sequence_nr() < first:
             continue
-        seen.add((node, states))
-        yield node, states
-        op = getattr(node, "op", None)
-        if isinstance(op, Plain):
-            continue
-        if op is not None:
-            changes = getattr(op, "cotangent", ())
-            if changes is None:
-                continue  # a reduction of plain tensors: noted where it was called
+        seen.add((*at, mesh))
+        todo += _visit(*at, mesh, task)
+
+
+def _forget() -> None:
+    global _pass  # noqa: PLW0603
+    _pass = -1, 0, set()
+
+
+def _visit(node: Any, states: _States, mesh: CartMesh, task: int) -> list[tuple[Any, _States]]:
+    """Return the nodes before ``node``, and what a cotangent is there; note it where it is that of what was taken."""
+    op = getattr(node, "op", None)
+    if isinstance(op, Plain):
+        if op.mesh is mesh:
+            op.note(states, task)
+        return []
+    if op is not None:
+        changes = getattr(op, "cotangent", ())
+        if changes is None:
+            return []  # a reduction of plain tensors: noted where it was called
+        if changes:
             states = tuple({**dict(states), **dict(changes)}.items())
-        else:
-            function = getattr(type(node), "_forward_cls", None)
-            if function is not None and function.__module__.startswith("mpishard."):
-                continue  # sums on its own: what it leaves is compared
-        todo += [(child, states) for child, _ in node.next_functions if child is not None]
+    else:
+        function = getattr(type(node), "_forward_cls", None)
+        if function is not None and function.__module__.startswith("mpishard."):
+            return []  # sums on its own: what it leaves is compared
+    return [(child, states) for child, _ in node.next_functions if child is not None]

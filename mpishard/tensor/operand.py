@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpishard.autograd import redistribute as autograd
 from mpishard.autograd.linear import differentiated
-from mpishard.autograd.plain import note_operand
+from mpishard.autograd.plain import met
 from mpishard.autograd.replica import meet
 from mpishard.autograd.use import use_beside, use_part
 from mpishard.comm.mesh import CartMesh
@@ -88,8 +88,7 @@ def on_mesh(x: Tensor, mesh: CartMesh) -> ShardTensor:
         return resolved(x)
     refuse_dtensor(x)
     meet(x, mesh)
-    note_operand(x, mesh)
-    return wrap(x, replicated_layout(mesh, x.shape), mesh)
+    return wrap(met(x, mesh), replicated_layout(mesh, x.shape), mesh)
 
 
 def blocks_of(operands: Sequence[Any]) -> tuple[CartMesh, list[Tensor], tuple[Layout, ...]]:
@@ -108,8 +107,7 @@ def blocks_of(operands: Sequence[Any]) -> tuple[CartMesh, list[Tensor], tuple[La
         else:
             refuse_dtensor(x)
             meet(x, mesh)
-            note_operand(x, mesh)
-            blocks.append(x)
+            blocks.append(met(x, mesh))
             layouts.append(replicated_layout(mesh, x.shape))
     return mesh, blocks, tuple(layouts)
 
@@ -144,8 +142,7 @@ def fitted(x: Any, mesh: CartMesh, out: Layout) -> Any:
         meet(x, mesh)
         if x.ndim == 0 and not differentiated(x):
             return x
-        note_operand(x, mesh)
-        held, local = x.shape, x
+        held, local = x.shape, met(x, mesh)
     else:
         return x
     source, target, used, gathered = _fits.get((held, out)) or _fit(held, out, mesh)
@@ -209,5 +206,4 @@ def used_beside(x: Tensor, other: ShardTensor) -> Tensor | None:
         mesh_dims = _beside[key] = used if source is target else None
     if mesh_dims is None:
         return None
-    note_operand(x, other.mesh)
-    return use_beside(x, other.mesh, mesh_dims, layout)
+    return use_beside(met(x, other.mesh), other.mesh, mesh_dims, layout)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.overrides import wrap_torch_function
 
 import mpishard as ms
+from mpishard.autograd import plain
 from tests.compare import WORLD, gathered, mesh_of, mesh_shapes, shard
 
 N = 7
@@ -251,3 +252,76 @@ def test_a_result_that_is_used_in_both_ways():
     x.grad = None
     loss(x, x.full_tensor(), x.full_tensor()).backward()
     torch.testing.assert_close(gathered(x.grad), a.grad)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("metric", ["beside", "number", "parts", "all"])
+def test_what_is_no_part_of_the_loss_does_not_count(metric, again):
+    """A metric that is kept, made without `no_grad`, of the plain tensor that the loss uses in the other way."""
+    mesh, full, other = mesh_of((WORLD.size,)), values(N, 3), values(N + 1, 3)
+    x = shard(full, mesh, (ms.Shard(0),)).requires_grad_()
+    y = shard(other, mesh, (ms.Shard(0),))
+    whole = x.full_tensor()
+
+    def parts():
+        return ms.ShardTensor.from_local(y.to_local() @ whole.T, mesh, (ms.Shard(0),)).square().sum()
+
+    loss = parts() if metric in ("beside", "number") else whole.square().sum() * 3
+    if metric == "beside":
+        kept = F.linear(y, whole).mean()
+    elif metric == "number":
+        kept = (y * whole.norm()).sum()
+    elif metric == "parts":
+        kept = parts()
+    else:
+        kept = ms.all_reduce((y.to_local() @ whole.T).sum(), mesh, replicated=True)
+    a = full.clone().requires_grad_()
+    expected = (other @ a.T).square().sum() if metric in ("beside", "number") else a.square().sum() * 3
+    for t, end in ((x, loss), (a, expected)):
+        if again:
+            (g,) = torch.autograd.grad(end, t, create_graph=True)
+            g.square().sum().backward()
+        else:
+            end.backward(retain_graph=True)
+    torch.testing.assert_close(gathered(x.grad), a.grad)
+    if not again:  # a pass of its own
+        kept.backward()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_what_is_not_recorded_does_not_count(context):
+    mesh, full, other = mesh_of((WORLD.size,)), values(N, 3), values(N, 3)
+    x, y = shard(full, mesh, (ms.Shard(0),)).requires_grad_(), shard(other, mesh, (ms.Shard(0),))
+    twice = x.full_tensor() * 2
+    loss = ms.ShardTensor.from_local(y.to_local() @ twice.T, mesh, (ms.Shard(0),)).sum()
+    with context():
+        for got, expected in (
+            (y * twice, other * twice),
+            (F.linear(y, twice), F.linear(other, twice)),
+            (torch.where(y > 0, twice, y), torch.where(other > 0, twice, other)),
+            (y.clone().add_(twice[0]), other + twice[0]),
+            (torch.cat([twice, y]), torch.cat([twice, other])),
+        ):
+            torch.testing.assert_close(gathered(got), expected.detach())
+    loss.backward()
+    a = full.clone().requires_grad_()
+    (other @ (a * 2).T).sum().backward()
+    torch.testing.assert_close(gathered(x.grad), a.grad)
+
+
+def test_a_pass_looks_at_a_node_once(monkeypatch):
+    mesh, visits = mesh_of((WORLD.size,)), []
+    visit = plain._visit
+    monkeypatch.setattr(plain, "_visit", lambda *args: visits.append(1) or visit(*args))
+
+    def count(n):
+        x = shard(values(N, 3), mesh, (ms.Shard(0),)).requires_grad_()
+        h, y = x.full_tensor().sum(0), shard(values(N, 3), mesh, (ms.Shard(0),))
+        for _ in range(n):
+            h = h * 0.5
+            y = y + h
+        visits.clear()
+        y.sum().backward()
+        return len(visits)
+
+    assert count(40) < 2.5 * count(20)
