@@ -350,7 +350,7 @@ def _shard(param: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...], count: int
     new: ShardTensor = nn.Parameter(x, requires_grad=param.requires_grad)  # type: ignore[assignment]
     for name, value in vars(param).items():  # by which a program knows its parameters
         if not hasattr(new, name):
-            setattr(new, name, value)
+            setattr(new, name, new if value is param else value)
     _note_sharded(param)
     return new
 
@@ -373,7 +373,7 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         raise UnsupportedOperationError(
             "an optimizer of parameters that were sharded since",
             expected="the parameters that the model has now",
-            got="some that distribute_module(shard_parameters=) has replaced: a step would change nothing",
+            got="some that distribute_module(shard_parameters=) has replaced: a step would not change the model",
             fix="make the optimizer behind distribute_module: torch.optim.AdamW(model.parameters())",
         )
 
