@@ -397,6 +397,10 @@ def _digest(x: Tensor | None) -> Tensor:
     """Return two numbers that differ where tensors differ: sum and norm."""
     if x is None or not x.numel():
         return torch.zeros(2, dtype=torch.float64, device="cpu")
-    x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
+    x = x.detach()
+    if x.ndim + x.is_complex() > 64:
+        x = x.reshape(-1)  # torch sums over at most 64 dims
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
     found = torch.stack([x.sum(dtype=torch.float64), torch.linalg.vector_norm(x, dtype=torch.float64)])
     return (found if found.is_meta else found.cpu()).nan_to_num(nan=1e300, posinf=1e301, neginf=-1e301)

@@ -10,6 +10,7 @@ import torch
 import mpishard as ms
 from mpishard.autograd import redistribute as autograd
 from mpishard.autograd.linear import apply
+from mpishard.comm import guard
 from mpishard.layout import layout_of
 from mpishard.testing import dot_test
 from tests.compare import WORLD, mesh_of, mesh_shapes
@@ -195,3 +196,10 @@ def test_zeros_that_own_no_memory_travel(f):
     x = ms.distribute_tensor(torch.linspace(-1, 1, 40).reshape(8, 5), mesh_of((-1,)), (ms.Shard(0),)).requires_grad_()
     torch.sgn(f(x)).sum().backward()
     assert not x.grad.full_tensor().any()
+
+
+@pytest.mark.parametrize(("ndim", "dtype"), [(65, torch.float32), (64, torch.complex64), (66, torch.complex128)])
+def test_replicas_of_more_dims_than_torch_sums_over_are_compared(ndim, dtype, monkeypatch):
+    monkeypatch.setattr(guard, "DEBUG", True)
+    x = ms.distribute_tensor(torch.ones((1,) * ndim, dtype=dtype), ms.init_mesh((-1,)), [ms.Replicate()])
+    assert x.shape == (1,) * ndim
