@@ -5,6 +5,7 @@ Nothing here is collective.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -146,10 +147,10 @@ def of_every_kind(sizes: Sequence[int], n_outs: Sequence[int], times: int, over:
 
 
 def per_dim(value: int | Sequence[int], ndim: int) -> tuple[int, ...]:
-    """Return one number per spatial dim."""
+    """Return one number per spatial dim, as Python's: those of numpy's small integers overflow."""
     if isinstance(value, int):
         return (value,) * ndim
-    value = tuple(value)
+    value = tuple(map(operator.index, value))
     return value * ndim if len(value) == 1 else value
 
 

@@ -75,6 +75,23 @@ def test_integers_of_numpy_and_torch(name, integer):
             torch.testing.assert_close(gathered(g), e)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_small_integers_do_not_overflow():
+    whole = torch.randn(1, 2, 4, 400, generator=torch.Generator().manual_seed(2))
+    x, few, many = shard(whole, mesh_of((WORLD.size,)), (ms.Shard(3),)), np.uint8(3), np.uint8(200)
+    for call in (
+        lambda x: F.max_pool2d(x, (few, few), stride=(few, few), padding=(np.uint8(1), np.uint8(1))),
+        lambda x: F.avg_pool2d(x, (few, few), stride=(few, few)),
+        lambda x: F.conv2d(x, torch.ones(2, 2, 3, 3), stride=(few, few)),
+        lambda x: x.unfold(3, few, few),
+        lambda x: x.topk(many, 3)[0],
+        lambda x: x.narrow(3, many, many),
+        lambda x: x[..., few:many:few],
+        lambda x: x.roll(many, 3),
+    ):
+        torch.testing.assert_close(gathered(call(x)), call(whole))
+
+
 def test_more_cells_are_no_number():
     x = shard(X, mesh_of((WORLD.size,)), (ms.Shard(0),))
     with pytest.raises((RuntimeError, TypeError)):

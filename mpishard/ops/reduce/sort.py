@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -83,7 +84,7 @@ _topk = _rule(torch.topk, 1, -1, _resized)
 @implements(*spellings("topk"), sharded="gathers")
 def topk(input: ShardTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """Return the largest cells along a dim. Collective where it is cut: the largest of each block are gathered."""
-    x = resolved(input)
+    x, k = resolved(input), operator.index(k)
     d = normal_dim(dim, x.ndim)
     if not reduced(x.sharding, d).over:
         return _topk(x, k, d, largest, sorted)

@@ -91,7 +91,7 @@ def _plan_dim(x: ShardTensor, dim: int, size: int, step: int) -> DimPlan:
     sizes, own = [*layout.sizes, None], layout.sizes[dim]
     window, crops = None, []
     if own is not None:
-        g = Sliding(size, step, 1, 0, 0)
+        g = Sliding(int(size), int(step), 1, 0, 0)
         borders = g.follow(own, found.shape[dim])
         sizes[dim] = sizes_of(borders)
         if len(own) > 1:
