@@ -279,11 +279,11 @@ def say_at_end(text: str) -> None:
 
 # the end of the program
 
-_finalizers: list[Callable[[], None]] = []
+_finalizers: list[Callable[[], object]] = []
 _finalize_keyval: list[int] = []
 
 
-def on_finalize(release: Callable[[], None]) -> None:
+def on_finalize(release: Callable[[], object]) -> None:
     """Have ``release`` called before MPI finalises, last registered first, once.
 
     Not collective, and ``release`` must not be: ranks may leave for different reasons.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -517,6 +519,75 @@ def test_calls_that_would_wait_for_each_other(world, name, debug, monkeypatch):
         work.wait()
         assert torch.equal(x, torch.full((count,), float(SIZE)))
         assert torch.equal(y, 2 * x)
+
+
+def loud(call):
+    try:
+        call()
+    except ms.MpishardError as e:
+        return str(e)
+    return ""
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("first", ["local", "blocking", "background"])
+def test_an_error_while_several_sums_are_under_way(world, first, monkeypatch):
+    monkeypatch.setattr(guard, "DEBUG", False)  # with it, a start waits for all ranks
+    group, text = dist.new_group(), "while sums in the background were under way"
+    bad = {
+        "local": lambda: dist.all_reduce(torch.eye(3).to_sparse(), group=group),
+        "blocking": lambda: dist.all_reduce(torch.ones(9), group=group),
+        "background": lambda: dist.all_reduce(torch.ones(9), group=group, async_op=True).wait(),
+    }[first]
+    if RANK == SIZE - 1:
+        said = loud(bad)
+    else:
+        works = [dist.all_reduce(torch.ones(n), group=group, async_op=True) for n in (4, 1000)]
+        said = loud(works[0].wait)
+        assert text in loud(lambda: completed(works[1]))
+        # what has raised does so again, and is no success
+        assert loud(works[0].wait) == said
+        assert not any(w.is_success() for w in works)
+    assert ("dense" if first == "local" else "different calls") in said
+    for call in (lambda: dist.all_reduce(torch.ones(2), group=group), lambda: dist.barrier(group)):
+        assert text in loud(call)
+    dist.all_reduce(x := torch.ones(3), group=dist.new_group())
+    assert torch.equal(x, torch.full((3,), float(SIZE)))
+
+
+@pytest.mark.parametrize("count", [0, 3, 1 << 15])
+@pytest.mark.parametrize("debug", [False, True])
+def test_sums_that_are_asked_until_they_are_over(world, count, debug, monkeypatch):
+    monkeypatch.setattr(guard, "DEBUG", debug)
+    work = dist.all_reduce(x := torch.ones(count), async_op=True)
+    end = time.monotonic() + 30
+    while not work.is_completed():
+        assert time.monotonic() < end
+    assert torch.equal(x, torch.full((count,), float(SIZE)))
+
+
+@pytest.mark.ranks(2, 3)
+def test_groups_that_end_before_sums_that_nobody_waits_for(world):
+    for k in range(3):
+        group = dist.new_group()
+        for _ in range(100 * k + 3):
+            dist.all_reduce(torch.ones(100), group=group, async_op=True)
+        dist.destroy_process_group(group)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_sums_in_two_threads(world):
+    def sums(group):
+        for k in range(400):
+            works = [dist.all_reduce(torch.full((n,), k + 1.0), group=group, async_op=True) for n in (2000, 3)]
+            assert all(w.result()[0][0] == SIZE * (k + 1) for w in works)
+        return True
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(sums, dist.new_group())
+        sums(None)
+        assert other.result()
 
 
 def started_by_all(x, background):

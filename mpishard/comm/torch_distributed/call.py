@@ -20,6 +20,7 @@ from mpishard.comm import guard, thread
 from mpishard.comm.collective import blocking
 from mpishard.comm.guard import extreme_mark
 from mpishard.comm.transport.slot import Slot
+from mpishard.errors import DesyncError
 
 # of marks, which take some microseconds to make
 _KEPT = 4096
@@ -51,6 +52,10 @@ class Mark:
         self.came = np.empty_like(mine)
         self.request: MPI.Request | None = comm.Iallreduce((mine, MPI.INT64_T), (self.came, MPI.INT64_T), MPI.MAX)
 
+    def is_well(self) -> bool:
+        """Whether all ranks are known to have made this call; lets MPI make progress. Not collective."""
+        return self.request is not None and self.request.Test() and np.array_equal(self.mine[:3], self.came[:3])
+
 
 class Calls:
     """The calls of a group: a context in which a rank looks at its own, and at whose end it meets the others'.
@@ -74,6 +79,8 @@ class Calls:
         The last one of these.
     sums : Group
         What sums in the background run on.
+    lost : DesyncError or None
+        Why the ranks, all of them, can call nothing any more.
     """
 
     def __init__(self, comm: MPI.Intracomm, apart: MPI.Intracomm) -> None:
@@ -81,6 +88,7 @@ class Calls:
         self.call: Call = ()
         self.later = False
         self.mark: Mark | None = None
+        self.lost: DesyncError | None = None
         self._marks: dict[Call, Any] = {}
         # of sums in the background; they end in this order
         self._open: deque[Mark] = deque()
@@ -91,6 +99,8 @@ class Calls:
         self.sums.links["slot"] = Compared(apart)
 
     def __enter__(self) -> Calls:
+        if self.lost is not None:
+            raise self.lost
         self.call, self.later = ("a call that failed",), False
         return self
 
@@ -101,6 +111,9 @@ class Calls:
             return
         if error is None and self.later:
             thread.require(self._comm)
+            # nobody need wait for them
+            while self._open and self._open[0].is_well():
+                self._open.popleft().request = None
             self.mark = self._started(error)
             self._open.append(self.mark)
             return
@@ -111,16 +124,16 @@ class Calls:
 
     def settle(self, mark: Mark) -> None:
         """End what was started, up to this one. Collective where it is the last, and some rank's call differs."""
-        while mark.request is not None:
+        while mark.request is not None and self.lost is None:
             self._end(self._open.popleft())
-        if mark.error is not None:
-            raise mark.error
+        if (error := mark.error or (self.lost if mark.request is not None else None)) is not None:
+            raise error
 
     def has_failed(self, mark: Mark) -> bool:
         """Whether `settle` would raise; lets MPI make progress. Not collective."""
-        return mark.error is not None or (
-            mark.request is not None and mark.request.Test() and not np.array_equal(mark.mine[:3], mark.came[:3])
-        )
+        if mark.request is None:
+            return mark.error is not None
+        return self.lost is not None or (mark.request.Test() and not mark.is_well())
 
     def _started(self, error: BaseException | None) -> Mark:
         call = self.call
@@ -154,9 +167,24 @@ class Calls:
             raise
         finally:
             if background:
-                # ranks that have started to sum wait there for those that have not
-                with guard.waiting("a new communicator", (), self._comm):
-                    self._take(self._comm.Dup())
+                self._renew(mark)
+
+    def _renew(self, mark: Mark) -> None:
+        """Leave the communicator where ranks that have started to sum wait for those that have not. Collective."""
+        own, most = np.array([len(self._open)], np.int64), np.empty(1, np.int64)
+        with guard.waiting("a new communicator", (), self._comm):
+            self._comm.Allreduce(own, most, MPI.MAX)
+            if not most[0]:
+                self._take(self._comm.Dup())
+                return
+        # what one rank has started ahead, another may never start, or later: what would meet is not the same call
+        lost = DesyncError(
+            "torch.distributed: a call failed while sums in the background were under way",
+            expected="each sum waited for before the next call, where a call may fail",
+            got=f"up to {most[0]} sums started ahead, after: {str(mark.error).partition(chr(10))[0]}",
+            fix="make another group (dist.new_group()), or end the program",
+        )
+        self.lost = guard.common(lost, self._comm)
 
 
 def _text(call: Call) -> str:

@@ -16,7 +16,7 @@ from mpishard.comm.collective.nonblocking import iall_reduce
 from mpishard.comm.memory.buffer import address, dense, is_dense, pieces, to_host, unfit
 from mpishard.comm.torch_distributed.call import Calls, Compared
 from mpishard.comm.torch_distributed.reduction import name_of, reduced, scaled
-from mpishard.comm.torch_distributed.work import Work, keep
+from mpishard.comm.torch_distributed.work import Work, keep, settle
 from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError
 
 BACKEND = "mpishard"
@@ -82,6 +82,8 @@ class MPIProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Give the communicators back, as `torch.distributed.destroy_process_group` asks. Collective."""
         self.parts.clear()
+        if not settle(self):
+            return
         for comm in (self._messages, self.comm):
             if comm != MPI.COMM_NULL and not MPI.Is_finalized():
                 comm.Free()
@@ -145,9 +147,11 @@ class MPIProcessGroup(dist.ProcessGroup):
                 x.detach().copy_(own)
 
         work = Work(tensors, finish)
-        work.requests = pending.requests
-        if mark is not None:
-            work.is_due = lambda: calls.has_failed(mark)
+        work.group, work.requests = self, [*pending.requests]
+        if mark is not None and mark.request is not None:
+            work.requests.append(mark.request)
+            # a sum that some rank has not started never comes
+            work.is_due = lambda: calls.has_failed(mark) or work.through()
         if getattr(opts, "asyncOp", False):
             return keep(work)
         work.wait()

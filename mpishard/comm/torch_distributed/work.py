@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cache
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -11,6 +15,8 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 from torch._C._distributed_c10d import Reducer, _create_work_from_future  # type: ignore[attr-defined]
+
+from mpishard.comm import exit
 
 
 class Work(dist.Work):
@@ -25,15 +31,31 @@ class Work(dist.Work):
         # of requests that tell what came; MPI tells it once, to the call that ends them
         self.statuses: list[MPI.Status] | None = None
         self.arrived = False
-        # whether there is nothing to wait for, where the requests do not tell
+        # whether there is nothing to wait for, where the requests do not tell, or not all
         self.is_due: Callable[[], bool] | None = None
+        # of a sum: nothing of it may be under way where its communicators end
+        self.group: object = None
+        # MPI does not let two threads look at one request
+        self.thread = get_ident()
+        self._error: BaseException | None = None
 
     def wait(self, timeout: Any = None) -> bool:
         """End the operation."""
+        if self._error is not None:
+            raise self._error
         finish, self.finish = self.finish, None
-        if finish is not None:
+        if finish is None:
+            return True
+        with _looking:
+            kept = _under_way.pop(id(self), None) is not None
+        try:
             finish()
-            _under_way.pop(id(self), None)
+        except BaseException as error:
+            self._error = error
+            if kept:
+                with _looking:
+                    _under_way[id(self)] = self
+            raise
         return True
 
     def through(self) -> bool:
@@ -44,15 +66,13 @@ class Work(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether it is over; lets MPI make progress."""
-        if self.finish is not None and (
-            (self.requests and self.through()) or (self.is_due is not None and self.is_due())
-        ):
+        if self.finish is not None and (self.through if self.is_due is None else self.is_due)():
             self.wait()
         return self.finish is None
 
     def is_success(self) -> bool:
         """Whether it is over, and well: what fails raises from ``wait``."""
-        return self.finish is None
+        return self.finish is None and self._error is None
 
     def synchronize(self) -> None:
         """As ``wait``."""
@@ -83,16 +103,42 @@ class Work(dist.Work):
 
 
 _under_way: OrderedDict[int, Work] = OrderedDict()
+# who waits takes its own out
+_looking = threading.Lock()
+_SETTLED_S = 5.0
 
 
 def keep(work: Work) -> Work:
     """Keep what MPI reads and writes until it is through: nobody need wait for a work. Not collective."""
-    for _ in range(min(2, len(_under_way))):
-        key, earlier = _under_way.popitem(last=False)
-        if not earlier.through():
-            _under_way[key] = earlier
-    _under_way[id(work)] = work
+    with _looking:
+        for _ in range(min(2, len(_under_way))):
+            key, earlier = _under_way.popitem(last=False)
+            if earlier.thread != get_ident() or not earlier.through():
+                _under_way[key] = earlier
+        _under_way[id(work)] = work
+    if work.group is not None:
+        _settle_at_end()
     return work
+
+
+def settle(group: object = None) -> bool:
+    """Let the sums of a group, or of all, come through that nobody has waited for: Open MPI crashes otherwise.
+
+    Return whether they did. Not collective: all ranks have started them, but of what failed on some; so not for ever.
+    """
+    limit = time.monotonic() + _SETTLED_S
+    while True:
+        with _looking:
+            sums = [w for w in _under_way.values() if w.group is not None and group in (None, w.group)]
+            going = sum(not w.through() for w in sums)
+        if not going or time.monotonic() > limit:
+            return not going
+        time.sleep(1e-4)
+
+
+@cache
+def _settle_at_end() -> None:
+    exit.on_finalize(settle)
 
 
 _set_handle = Reducer._set_forward_pass_work_handle
