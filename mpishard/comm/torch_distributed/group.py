@@ -79,12 +79,15 @@ class MPIProcessGroup(dist.ProcessGroup):
         self.parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.made: dict[tuple[int, ...], int] = {}
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether its ranks can call nothing any more. Not collective."""
+        return self._calls.lost is not None
+
     def shutdown(self) -> None:
         """Give the communicators back, as `torch.distributed.destroy_process_group` asks. Collective."""
         self.parts.clear()
-        if not settle(self):
-            return
-        for comm in (self._messages, self.comm):
+        for comm in (self._messages, self.comm) if settle(self) else ():
             if comm != MPI.COMM_NULL and not MPI.Is_finalized():
                 comm.Free()
 
@@ -147,11 +150,11 @@ class MPIProcessGroup(dist.ProcessGroup):
                 x.detach().copy_(own)
 
         work = Work(tensors, finish)
-        work.group, work.requests = self, [*pending.requests]
+        work.group, work.mark, work.requests = self, mark, [*pending.requests]
         if mark is not None and mark.request is not None:
             work.requests.append(mark.request)
             # a sum that some rank has not started never comes
-            work.is_due = lambda: calls.has_failed(mark) or work.through()
+            work.is_due = lambda own: calls.has_failed(mark) or own.through()
         if getattr(opts, "asyncOp", False):
             return keep(work)
         work.wait()
@@ -411,7 +414,7 @@ class MPIProcessGroup(dist.ProcessGroup):
                 work.wait()
 
         work = Work([], finish)
-        work.is_due = lambda: all(w.is_completed() for w in begun)
+        work.is_due = lambda _: all(w.is_completed() for w in begun)
         return work
 
     # -- messages between single ranks

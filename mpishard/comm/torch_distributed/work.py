@@ -32,9 +32,10 @@ class Work(dist.Work):
         self.statuses: list[MPI.Status] | None = None
         self.arrived = False
         # whether there is nothing to wait for, where the requests do not tell, or not all
-        self.is_due: Callable[[], bool] | None = None
+        self.is_due: Callable[[Work], bool] = Work.through
         # of a sum: nothing of it may be under way where its communicators end
-        self.group: object = None
+        self.group: Any = None
+        self.mark: Any = None
         # MPI does not let two threads look at one request
         self.thread = get_ident()
         self._error: BaseException | None = None
@@ -58,6 +59,11 @@ class Work(dist.Work):
             raise
         return True
 
+    def is_lost(self) -> bool:
+        """Whether it may never come through, as calls have failed. Not collective."""
+        told = self.mark is not None and self.mark.error is not None
+        return told or self._error is not None or self.group.is_lost
+
     def through(self) -> bool:
         """Whether MPI is done with the memory; lets it make progress. Not collective."""
         if not self.arrived:
@@ -66,7 +72,7 @@ class Work(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether it is over; lets MPI make progress."""
-        if self.finish is not None and (self.through if self.is_due is None else self.is_due)():
+        if self.finish is not None and self.is_due(self):
             self.wait()
         return self.finish is None
 
@@ -130,8 +136,8 @@ def settle(group: object = None) -> bool:
     while True:
         with _looking:
             sums = [w for w in _under_way.values() if w.group is not None and group in (None, w.group)]
-            going = sum(not w.through() for w in sums)
-        if not going or time.monotonic() > limit:
+            going = [w for w in sums if not w.through()]
+        if all(w.is_lost() for w in going) or time.monotonic() > limit:
             return not going
         time.sleep(1e-4)
 
