@@ -22,8 +22,8 @@ from mpishard.comm.guard import extreme_mark
 from mpishard.comm.transport.slot import Slot
 from mpishard.errors import DesyncError
 
-# of marks, which take some microseconds to make
-_KEPT = 4096
+# of marks, which take some microseconds to make; not those of lists, which grow with the number of ranks
+_KEPT, _LONG = 4096, 4096
 
 # the operation, then what the ranks must have in common
 Call = tuple[Any, ...]
@@ -141,8 +141,10 @@ class Calls:
         if mine is None:
             if len(self._marks) >= _KEPT:
                 self._marks.clear()
-            mine = np.array((*extreme_mark(zlib.crc32(str(call).encode())), 0, 0), np.int64)
-            self._marks[call] = mine
+            text = str(call).encode()
+            mine = np.array((*extreme_mark(zlib.crc32(text)), 0, 0), np.int64)
+            if len(text) <= _LONG:
+                self._marks[call] = mine
         if error is not None or self.later:
             mine = mine.copy()
             mine[2:] = error is not None, self.later
