@@ -6,7 +6,8 @@ survive. Here the ranks take turns, and all of them call the function every time
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -151,21 +152,28 @@ def ranks_of(mesh: CartMesh | None, comm: Any) -> Group:
     return blocking.world() if comm is None else blocking.group_of(comm)
 
 
-def _require_numbers(call: str, what: str, x: Any, group: Group) -> None:
-    """Raise on every rank unless each has a plain tensor in which small differences can be seen. Collective."""
+@contextmanager
+def raised_together(group: Group, signature: str) -> Iterator[None]:
+    """Raise on every rank what one of them finds wrong inside. Collective."""
     error: MpishardError | None = None
     try:
+        yield
+    except MpishardError as e:
+        error = e
+    guard.agree(group.comm, error, signature)
+
+
+def _require_numbers(call: str, what: str, x: Any, group: Group) -> None:
+    """Raise on every rank unless each has a plain tensor in which small differences can be seen. Collective."""
+    with raised_together(group, f"{call}: {what}"):
         require_plain(f"{call}: {what}", x)
         if x.dtype not in (torch.float64, torch.complex128):
-            error = UnsupportedDtypeError(
+            raise UnsupportedDtypeError(
                 f"{call}: {what} is too coarse for differences",
                 expected="torch.float64 or torch.complex128",
                 got=x.dtype,
                 fix="test the function in double precision",
             )
-    except MpishardError as e:
-        error = e
-    guard.agree(group.comm, error, f"{call}: {what}")
 
 
 def _random(like: Tensor, seed: int, group: Group) -> Tensor:

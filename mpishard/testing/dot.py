@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpishard.autograd.argument import require, require_functions
-from mpishard.comm import guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh, Group
-from mpishard.errors import MpishardError, UnsupportedOperationError
+from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Partial, Replicate
-from mpishard.testing.derivative import ranks_of
+from mpishard.testing.derivative import raised_together, ranks_of
 
 
 class DotTest(float):
@@ -95,12 +93,12 @@ def dot_test(
     >>> assert ms.dot_test(lambda x: ms.all_reduce(x, mesh), torch.randn(5, dtype=torch.float64), mesh=mesh)
     """
     group = ranks_of(getattr(x, "mesh", None) if mesh is None and comm is None else mesh, comm)
-    with _together(group):
+    with raised_together(group, "dot_test"):
         require_functions("dot_test", f=f)
         require("dot_test", "x", x, Tensor, "give a tensor, plain or a ShardTensor")
     x = x.detach().requires_grad_()
     y = f(x)
-    with _together(group):
+    with raised_together(group, "dot_test"):
         require("dot_test", "f(x)", y, Tensor, "let f return one tensor")
     ours, theirs = _local(x), _local(y)
     _require_graph(theirs, group)
@@ -116,17 +114,6 @@ def dot_test(
     if math.isnan(error):
         error = math.inf
     return DotTest(error, lhs, rhs, torch.finfo(theirs.dtype).eps ** 0.5 if rtol is None else rtol)
-
-
-@contextmanager
-def _together(group: Group) -> Iterator[None]:
-    """Raise on every rank where one raises inside. Collective."""
-    error: MpishardError | None = None
-    try:
-        yield
-    except MpishardError as e:
-        error = e
-    guard.agree(group.comm, error, "dot_test")
 
 
 def _local(x: Any) -> Tensor:
