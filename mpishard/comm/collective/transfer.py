@@ -82,21 +82,24 @@ def run_transfer(
         _move(out, x, plan.local, put)
         return out
     sends = [(peer, _narrow(x, box)) for peer, box in plan.sends]
-    into = [*plan.recvs]
-    shapes = [[hi - lo for lo, hi in box] for _, box in into]
+    into = [(peer, _narrow(out, box)) for peer, box in plan.recvs]
     if sent:
         order = order_of(len(shape), sent)
-        sends = [(peer, block.permute(order)) for peer, block in sends]
-        shapes = [[extents[d] for d in order] for extents in shapes]
-    recvs = [(peer, x.new_empty(extents)) for (peer, _), extents in zip(into, shapes)]
+        sends, into = ([(peer, block.permute(order)) for peer, block in side] for side in (sends, into))
+    # what lies in the result as it travels arrives there
+    recvs = [
+        (peer, block if block.is_contiguous() and not accumulate else block.new_empty(block.shape))
+        for peer, block in into
+    ]
     if counter.active:
         counter.record(op, len(sends), sum(block.nbytes for _, block in sends))
     posted = transport_of(mesh.all_ranks, x).post(sends, recvs, text_of(op, call), tag, bulk=True)
     _move(out, x, plan.local, put, sent)
     posted.wait()
     # in the order of the plan: sums are the same in every run
-    for (_, box), (_, block) in zip(into, recvs):
-        put(_narrow(out, box), block.permute(_back(order)) if sent else block)
+    for (_, block), (_, came) in zip(into, recvs):
+        if came is not block:
+            put(block, came)
     return out
 
 
