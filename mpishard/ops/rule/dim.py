@@ -294,9 +294,7 @@ def beside(written: Tensor, x: Any) -> Any:
 
     Torch refuses that, on those ranks alone whose blocks lie so.
     """
-    if not isinstance(x, Tensor):
-        return x
-    if not shares_memory(x, written):
+    if x is written or not isinstance(x, Tensor) or not shares_memory(x, written):
         return x
     own, into = bare(x), bare(written)
     same = own.data_ptr() == into.data_ptr() and own.shape == into.shape and own.stride() == into.stride()
