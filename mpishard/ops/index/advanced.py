@@ -24,7 +24,7 @@ from mpishard.autograd.rows import Rows
 from mpishard.autograd.use import use
 from mpishard.comm.memory.buffer import outside
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError, UnsupportedOperationError
+from mpishard.errors import LayoutError
 from mpishard.layout import Layout, Placement, Replicate, Shard, holders, layout_of, spans_of
 from mpishard.ops.index.basic import indexed
 from mpishard.ops.index.masked import picked_where
@@ -72,6 +72,10 @@ def split_index(x: ShardTensor, index: Any) -> tuple[tuple[Any, ...], list[Any]]
     for item in items:
         n, entry = 1, None
         if isinstance(item, Tensor):
+            if item.ndim == 0 and _is_mask(item):  # a dim of one cell, or of none, as where torch has it
+                basic.append(None)
+                per_dim.append(torch.zeros(int(bool(item)), dtype=torch.int64, device=x.block.device))
+                continue
             if item.ndim == 0:
                 _require_integers(item)
                 basic.append(int(item))
@@ -117,13 +121,6 @@ def _as_tensor(item: Any, x: ShardTensor) -> Any:
         item = torch.as_tensor(list(item) if isinstance(item, (list, tuple, range)) else item, device="cpu")
         if not item.numel() and item.is_floating_point():
             item = item.long()  # of nothing; torch refuses such a tensor
-    if isinstance(item, Tensor) and item.ndim == 0 and _is_mask(item):
-        raise UnsupportedOperationError(
-            "indexing with a single boolean",
-            expected="a mask with the shape of the leading dims",
-            got=repr(item),
-            fix="use an if statement, or torch.where",
-        )
     if isinstance(item, Tensor) and item.ndim and not isinstance(item, ShardTensor):
         item = beside(item, x.block)
     return item

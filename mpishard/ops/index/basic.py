@@ -263,7 +263,7 @@ def _dim_and_extent(x: ShardTensor, dim: int, name: str) -> tuple[int, int]:
 def narrow(input: Any, dim: int, start: Any, length: int) -> Any:
     """Return cells ``[start, start + length)`` of a dim, where they are. Not collective."""
     if isinstance(start, Tensor):
-        if start.ndim or not _is_integer(start):
+        if start.ndim or start.is_floating_point() or start.is_complex() or start.dtype == torch.bool:
             raise RuntimeError("start must be an 0-dim integral Tensor.")
         start = int(start)
     if not isinstance(input, ShardTensor):
@@ -322,6 +322,7 @@ def split(tensor: ShardTensor, split_size_or_sections: Any = None, dim: int = 0,
 @implements(torch.chunk, torch.Tensor.chunk, torch.unsafe_chunk, torch.Tensor.unsafe_chunk, sharded="local")
 def chunk(input: ShardTensor, chunks: int, dim: int = 0) -> Any:
     """Cut a dim into so many parts. Not collective."""
+    chunks = operator.index(chunks)  # a tensor of one byte would go around
     if chunks <= 0:
         raise RuntimeError(f"chunk expects `chunks` to be greater than 0, got: {chunks}")
     d, n = _dim_and_extent(input, dim, "chunk")
@@ -342,6 +343,8 @@ def tensor_split(
                 f"of long, but got one of {given.ndim} dims and {given.dtype}"
             )
         given = given.tolist()
+    elif isinstance(given, np.ndarray):
+        given = np.atleast_1d(given).tolist()  # an array is a sequence of places, also without dims
     if not isinstance(input, ShardTensor):
         return torch.tensor_split(input, given, dim)
     d, n = _dim_and_extent(input, dim, "tensor_split")
@@ -358,6 +361,8 @@ def tensor_split(
 def _axis_split(dim_of: Any, least: int = 1) -> Any:
     def rule(input: ShardTensor, indices_or_sections: Any = None, **named: Any) -> Any:
         given = indices_or_sections if indices_or_sections is not None else next(iter(named.values()))
+        if isinstance(given, Tensor) and (_is_integer(given) or given.dtype == torch.uint8):
+            given = given.tolist()  # of any width, as torch takes them for ints
         d = dim_of(input.ndim)
         if input.ndim < max(d + 1, least):
             raise RuntimeError(f"a split along dim {d} requires a tensor of more dimensions than {input.ndim}")

@@ -73,7 +73,8 @@ def _differentiable_norm(x: ShardTensor, p: float, plan: Reduced, keepdim: bool)
         return total
     # at zero torch's gradient is zero, that of the root is infinite
     zero = total == 0
-    return torch.where(zero, 0 * total, torch.where(zero, 1, total) ** (1 / p))
+    none = 0 * total if p > 0 else 0 * total + math.inf  # of infinite cells alone
+    return torch.where(zero, none, torch.where(zero, 1, total) ** (1 / p))
 
 
 @implements(torch.linalg.vector_norm, sharded="reduction")

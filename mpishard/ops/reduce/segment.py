@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpishard.autograd.graph import apart
 from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.dim import normal_dim, plain
 from mpishard.tensor.registry import implements, spellings
@@ -38,8 +39,9 @@ def segment_reduce(
     cells, own = met.locals
     count = own.shape[-1] - (offsets is not None)
     if 0 in cells.shape[:axis] + cells.shape[axis + 1 :]:
-        torch.segment_reduce(cells.new_zeros(1), reduce, lengths=own.new_ones(1))  # torch's own error for a dtype
-        out = cells.sum() + cells.new_zeros((*cells.shape[:axis], count, *cells.shape[axis + 1 :]))
+        # torch refuses no cells; of one, for its graph: it refuses second derivatives, and would here alone not
+        one = torch.segment_reduce(cells.sum().reshape(1), reduce, lengths=own.new_ones(1))
+        out = apart(one.new_zeros(1).add(one).expand(*cells.shape[:axis], count, *cells.shape[axis + 1 :]))
     else:
         name = "lengths" if offsets is None else "offsets"
         out = torch.segment_reduce(cells, reduce, **{name: own}, axis=axis, unsafe=unsafe, initial=initial)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpishard.autograd.graph import apart
 from mpishard.autograd.linear import apply
 from mpishard.autograd.redistribute import redistribute, sum_partial
 from mpishard.autograd.window import intervals_wanted, window_op
@@ -25,7 +26,7 @@ from mpishard.errors import LayoutError
 from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, layout_of, sizes_of
 from mpishard.layout.stencil import Adaptive, pairs, windows
 from mpishard.ops.rule.autocast import autocast_enabled
-from mpishard.ops.rule.dim import frozen, on_domain
+from mpishard.ops.rule.dim import frozen, on_domain, unsharded
 from mpishard.ops.rule.reduction import HALVES
 from mpishard.ops.window.planes import cropped, on_planes
 from mpishard.ops.window.pool import global_indices
@@ -63,7 +64,7 @@ class AdaptivePlan(NamedTuple):
     Attributes
     ----------
     window
-        Fetch of the input cells.
+        Fetch of the input cells; None where no cells come out.
     local
         Output size of torch's own adaptive pooling on the window, where that gives this rank's block (possibly
         to be cropped); None where windows or partial results differ.
@@ -81,7 +82,7 @@ class AdaptivePlan(NamedTuple):
         Layout of the result.
     """
 
-    window: WindowOp
+    window: WindowOp | None
     local: tuple[int, ...] | None
     cuts: tuple[Cuts, ...]
     reduced: tuple[int, ...]
@@ -125,6 +126,10 @@ def _plan(x: ShardTensor, ndim: int, shape: Sequence[int], name: str) -> Adaptiv
     """
     layout, mesh = x.sharding, x.mesh
     first = x.ndim - ndim
+    if 0 in shape[first:]:
+        kept = unsharded(layout, tuple(range(first, x.ndim)))
+        out = layout_of(layout.mesh_shape, kept.placements, shape, kept.sizes)
+        return AdaptivePlan(None, None, (), (), (), (), layout.shape[first:], None, None, out)
     placements, sizes = list(layout.placements), list(layout.sizes)
     wanted, crops, reduced, intervals, outputs, regular = [], [], [], [], [], True
     for dim in range(first, x.ndim):
@@ -219,6 +224,21 @@ def _windows(x: Tensor, dim: int, cuts: Cuts, beyond: float) -> Tensor:
     return cells.unflatten(dim, index.shape)
 
 
+def _of_no_cells(x: ShardTensor, plan: AdaptivePlan, ndim: int, name: str) -> Tensor:
+    """Return the block of a result without cells, in the graph of all ranks."""
+    first = x.ndim - ndim
+    sums = x.block.to(_result_dtype(name, ndim, x.block)).sum(tuple(range(first, x.ndim)), keepdim=True)
+    return apart(sums.expand(*sums.shape[:first], *plan.out.shape[first:]))
+
+
+# Of one cell torch takes the mean, whose second derivative has another graph than that of the ranks with more cells.
+_POOLED: dict[int, Callable[[Tensor, tuple[int, ...]], Tensor]] = {
+    1: lambda w, size: torch.ops.aten._adaptive_avg_pool2d(w.unsqueeze(-2), (1, *size)).squeeze(-2),
+    2: torch.ops.aten._adaptive_avg_pool2d,
+    3: torch.ops.aten._adaptive_avg_pool3d,
+}
+
+
 def _along(v: Tensor, dim: int, ndim: int) -> Tensor:
     """Return ``v`` so that it broadcasts along the dims of ``x`` that start with ``dim``."""
     return v.reshape(*v.shape, *[1] * (ndim - dim - v.ndim))
@@ -290,9 +310,14 @@ def _avg_rule(ndim: int) -> Callable[..., ShardTensor]:
     def adaptive_avg_pool(input: ShardTensor, output_size: Any) -> ShardTensor:
         x = resolved(input)
         plan = _planned(x, func, name, ndim, output_size)
-        window = apply(plan.window, x.block)
-        if plan.local is not None:
-            y = on_planes(lambda w: func(w, plan.local), window, ndim)
+        if plan.window is None:
+            return wrap(_of_no_cells(x, plan, ndim, name), plan.out, x.mesh)
+        window, local = apply(plan.window, x.block), plan.local
+        if local is not None and max(local) == 1 < max(plan.out.shape[-ndim:]):
+            dtype = _result_dtype(name, ndim, window)
+            y = on_planes(lambda w: _POOLED[ndim](w.to(dtype), local), window, ndim)
+        elif local is not None:
+            y = on_planes(lambda w: func(w, local), window, ndim)
         else:
             dtype = _result_dtype(name, ndim, window)
             wide = torch.float32 if window.dtype in HALVES else window.dtype
@@ -309,6 +334,10 @@ def _max_rule(ndim: int, always_indices: bool) -> Callable[..., Any]:
     def adaptive_max_pool(input: ShardTensor, output_size: Any, return_indices: bool = False) -> Any:
         x = resolved(input)
         plan = _planned(x, func, name, ndim, output_size)
+        if plan.window is None:
+            values = _of_no_cells(x, plan, ndim, name)
+            y = wrap(values, plan.out, x.mesh)
+            return (y, wrap(values.detach().long(), plan.out, x.mesh)) if always_indices or return_indices else y
         window = apply(plan.window, x.block)
         if plan.local is not None:
             values, at = on_planes(lambda w: func(w, plan.local, return_indices=True), window, ndim)
@@ -336,12 +365,12 @@ def _planned(x: ShardTensor, func: Callable[..., Any], name: str, ndim: int, out
 
     def build() -> AdaptivePlan:
         shape = on_domain(func, x, output_size).shape
-        if 0 in shape[-ndim:] or 0 in x.sharding.shape[-ndim:]:
+        if 0 in x.sharding.shape[-ndim:]:
             raise LayoutError(
                 f"{name}: no cells to pool",
-                expected="at least one cell in, and one out, along every dim",
+                expected="at least one cell along every dim",
                 got=f"{tuple(x.sharding.shape)} to {tuple(shape)}",
-                fix="ask for another output size",
+                fix="leave out tensors without cells",
             )
         return _plan(x, ndim, tuple(shape), name)
 

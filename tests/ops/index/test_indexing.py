@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,22 @@ from tests.ops.windows import check, field, same, sampled
 SHAPE = (5, 7, 6)
 PICKED = torch.tensor([4, 0, 6, 2, 2])
 WHERE = field(5, 7, 6) > 0.3
+
+# single booleans, among others: a dim of one cell, or of none
+BOOLEANS = [
+    (True, 0),
+    (2, True),
+    (None, True),
+    (False, slice(1, 3)),
+    (slice(None), True),
+    (..., torch.tensor(True)),
+    (True, [0, 3]),
+    ([0, 3], slice(1, None), True),
+    (slice(None), PICKED, torch.tensor(1, dtype=torch.uint8)),
+    (True, torch.tensor([True, False, True, True, False])),
+    (slice(None), False, 2),
+    (True, False),
+]
 
 READS = [
     lambda x: x[2],
@@ -40,6 +57,7 @@ READS = [
     lambda x: torch.where(WHERE, x, -x),
     lambda x: x[True] + x[torch.tensor(True)],
     lambda x: x[False],
+    *[lambda x, index=index: x[index] for index in BOOLEANS],
 ]
 
 
@@ -418,6 +436,37 @@ def test_what_is_no_index_is_refused(index):
             x[index]
         with pytest.raises((IndexError, TypeError)):
             x[index] = 2.0
+
+
+@pytest.mark.parametrize("case", range(len(BOOLEANS)))
+def test_writes_at_single_booleans(case):
+    index, full = BOOLEANS[case], field(*SHAPE)
+    for dim in range(3):
+        for value in (2.0, torch.tensor(3.0, dtype=full.dtype), field(1)):
+            whole, x = full.clone(), shard(full, mesh_of((WORLD.size,)), [ms.Shard(dim)])
+            for y in (whole, x):
+                y[index] = value
+            torch.testing.assert_close(gathered(x), whole)
+
+
+NUMBERS = [lambda n, t=t: torch.tensor(n, dtype=t) for t in (torch.uint8, torch.int8, torch.int32, torch.int64)]
+
+
+@pytest.mark.parametrize("number", [*NUMBERS, np.int32, np.int64, np.array])
+def test_cuts_by_numbers_of_every_kind(number):
+    full = torch.arange(520.0).reshape(260, 2)
+    cuts = [lambda x: x.vsplit(number(2)), lambda x: x.hsplit(number(2))]
+    counts = not isinstance(number(2), np.ndarray)  # of an array torch takes the number for a place
+    if counts:
+        cuts += [lambda x: x.chunk(number(2)), lambda x: x.chunk(number(100)), lambda x: (x.narrow(0, number(2), 5),)]
+    for dim in range(2):
+        x = shard(full, mesh_of((WORLD.size,)), [ms.Shard(dim)])
+        for cut in cuts:
+            for g, e in zip(cut(x), cut(full), strict=True):
+                torch.testing.assert_close(gathered(g), e)
+        for y in (x, full) if counts else ():
+            with pytest.raises(RuntimeError, match=r"divisible|equal division"):
+                y.vsplit(number(3))
 
 
 @pytest.mark.parametrize("shape", [(1,), (6,), (5, 1), (1, 7)], ids=str)

@@ -444,6 +444,18 @@ def test_derivatives_beside_an_infinite_cell(name, infinite):
         torch.testing.assert_close(gathered(s.grad), t.grad, equal_nan=True, msg=lambda m: f"{placements} {sizes}: {m}")
 
 
+@pytest.mark.parametrize("p", [-1, -2, -0.5])
+def test_norms_of_infinite_cells(p):
+    """Of a negative order, they are infinite, also where they have a gradient."""
+    full = torch.full((6, 3), INF, dtype=torch.float64)
+    full[2, 1] = 2.0
+    for mesh, placements, sizes in few(full.shape, (0, 1), 2):
+        for grad in (False, True):
+            s = shard(full, mesh, placements, sizes, requires_grad=grad)
+            norm = torch.linalg.vector_norm(s, p, 0)
+            torch.testing.assert_close(gathered(norm), torch.linalg.vector_norm(full, p, 0))
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8, torch.bool, torch.bfloat16])
 def test_scans_keep_torchs_dtype(dtype):
     """The same on every rank, also on the first."""

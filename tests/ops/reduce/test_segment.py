@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mpishard as ms
-from tests.compare import WORLD, compare, layouts, mesh_of, shard
+from tests.compare import WORLD, compare, layouts, mesh_of, shard, skew
 from tests.ops.windows import check, field
 
 LENGTHS = torch.tensor([2, 0, 4, 1])
@@ -32,6 +32,18 @@ def test_segments(case):
                 lambda x, b: torch.segment_reduce(x, reduce, **{name: b}, **rest),
                 [(full, mesh, own, None), (borders, mesh, placements, sizes)],
             )
+
+
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+def test_second_derivatives_are_refused_beside_an_empty_block(reduce):
+    """Torch has none: a rank without cells must say so too, or it waits for the others."""
+    full = field(7, 3)
+    for sizes in (None, {1: skew(3, WORLD.size)}):
+        x = shard(full, mesh_of((WORLD.size,)), [ms.Shard(1)], sizes, requires_grad=True)
+        y = torch.segment_reduce(x * x, reduce, lengths=LENGTHS)
+        (g,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="_segment_reduce_backward is not implemented"):
+            torch.autograd.grad((g * g).sum(), x)
 
 
 def test_torchs_own_errors():

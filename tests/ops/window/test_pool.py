@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpishard as ms
-from tests.compare import WORLD, compare, gathered, mesh_of, shard
+from tests.compare import WORLD, compare, gathered, mesh_of, shard, skew
 from tests.ops.windows import check, field, refused_alike, same, sampled
 
 # shape, kernel, stride, padding, dilation, ceil_mode
@@ -117,6 +117,33 @@ def test_adaptive_pool(case, kind):
     if kind == "max":
         x = x.round() if case % 2 else x
         check(lambda t: function(t, size, return_indices=True), x, range(len(shape)), case + 1)
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["avg", "max"])
+def test_second_derivatives_where_some_ranks_have_one_cell(kind, ndim):
+    """Of one cell torch takes the mean, whose gradient is not made of the argument, as that of more cells is."""
+    cells = WORLD.size + 1
+    x, size = field(2, 2, 2 * cells, *[3] * (ndim - 1)), (cells, *[1] * (ndim - 1))
+    function = getattr(F, f"adaptive_{kind}_pool{ndim}d")
+    for sizes in (None, {2: skew(2 * cells, WORLD.size)}):
+        compare(lambda t: function(t, size), [(x, mesh_of((WORLD.size,)), (ms.Shard(2),), sizes)], second=True)
+
+
+@pytest.mark.parametrize("kind", ["avg", "max"])
+@pytest.mark.parametrize("size", [(0,), (0, 3), (2, 0), (0, 0), (None, 0), (1, 0, 2)], ids=str)
+def test_adaptive_pool_to_no_cells(size, kind):
+    function, x = getattr(F, f"adaptive_{kind}_pool{len(size)}d"), field(2, 3, *(5, 4, 6)[: len(size)])
+    given = size[0] if len(size) == 1 else size
+    indices = {"return_indices": True} if kind == "max" else {}
+    for mesh, placements, sizes in sampled(x.shape, range(x.ndim), len(size)):
+        compare(lambda t: function(t, given, **indices), [(x, mesh, placements, sizes)], differentiable=[False])
+    s = shard(x, mesh_of((WORLD.size,)), (ms.Shard(2),), requires_grad=True)
+    function(s, given).sum().backward()  # torch refuses it
+    assert not gathered(s.grad).any()
+    s = shard(x.long(), mesh_of((WORLD.size,)), (ms.Shard(2),))
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        function(s, given)
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
