@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpishard.autograd.linear import apply, differentiated, pair
 from mpishard.comm import traced
 from mpishard.ops.rule.moments import any_large
-from mpishard.ops.rule.reduction import combined, dim_and_keepdim, reduced, wide_of
+from mpishard.ops.rule.reduction import Reduced, combined, dim_and_keepdim, reduced, wide_of
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -38,7 +39,31 @@ def _variance(x: ShardTensor, dim: Any, correction: Any, keepdim: bool) -> tuple
     mean, var, _ = combined(torch.stack([mean, var.to(mean.dtype), count]), x.mesh, plan.over, _joined)
     if not plan.count:
         mean = mean + math.nan
-    return var.real * plan.count / max(plan.count - correction, 0), mean
+    free = plan.count - correction
+    if free > 0 or not differentiated(x.block):
+        return var.real * plan.count / max(free, 0), mean
+    return _without_freedom(x, plan, var.real * plan.count, mean, free, dim is None), mean
+
+
+def _without_freedom(x: ShardTensor, plan: Reduced, squares: Tensor, mean: Tensor, free: float, every: bool) -> Tensor:
+    """Return the variance of no more cells than the correction: infinite or NaN, with torch's gradient.
+
+    Torch divides the gradient by the negative number; by none, or of all cells at once, it is infinite or NaN.
+    """
+    value = squares.detach() / 0
+    if free and not every:
+        own = squares / free
+        return own + (value - own.detach())
+    with torch.no_grad():
+        kept = mean.reshape(plan.kept.local_shape(x.mesh.coords))
+        off = _double(wide_of(x.block)) - kept
+        slope = torch.where(off == 0, math.nan, math.inf) if every else off * math.inf
+        slope = slope.to(x.block.dtype)
+
+    def back(g: Tensor) -> Tensor:
+        return slope * g.reshape(kept.shape).to(slope.dtype)
+
+    return apply(pair(lambda _: value, back), x.block)
 
 
 def _joined(parts: Tensor) -> Tensor:
@@ -90,7 +115,8 @@ def _variance_rule(func: Callable[..., Any], pick: Callable[[Tensor, Tensor], An
             real = x.block.real.dtype if x.block.is_complex() else x.block.dtype
             found = pick(var.to(real), mean.to(x.block.dtype))
         elif x.block.numel() or not math.prod(x.shape):
-            found = func(x.block, plan.dims, correction=correction, keepdim=keepdim)
+            dims = None if dim is None else plan.dims  # torch's gradients differ where there are too few cells
+            found = func(x.block, dims, correction=correction, keepdim=keepdim)
         else:  # a result without cells, of which torch would say that it has too few
             squares = (x.block * x.block.conj()).real.sum(plan.dims, keepdim)
             found = pick(squares, x.block.sum(plan.dims, keepdim))

@@ -493,6 +493,23 @@ def test_second_gradients_of_a_variance_with_empty_blocks(f):
             compare(lambda x, dim=dim: f(x, dim), [(full, mesh, placements, sizes)], second=True, what=f"{dim} {sizes}")
 
 
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom is <= 0")
+@pytest.mark.parametrize("dim", [0, 1, (0, 1), None])
+@pytest.mark.parametrize("f", [torch.var, torch.std, torch.var_mean, torch.std_mean])
+def test_gradients_of_a_variance_of_too_few_cells(f, dim):
+    """Infinite or NaN, or those of a negative number of degrees of freedom, as torch has it."""
+    full = torch.tensor([[1.0, 2.0, 4.0], [3.0, 3.0, 3.0], [5.0, 3.0, 1.0]], dtype=torch.float64)
+    for correction in (1, 3, 4, 9, 12.5):
+        options = {"correction": correction} if dim is None else {"dim": dim, "correction": correction}
+        for mesh, placements, sizes in few(full.shape, (0, 1), 2):
+            compare(
+                lambda x, options=options: f(x, **options),
+                [(full, mesh, placements, sizes)],
+                second=f is torch.var and dim in (0, 1) and correction > 3,
+                what=f"{options} {placements} {sizes}",
+            )
+
+
 @pytest.mark.parametrize("name", ["cumsum_", "cumprod_", "renorm_"])
 def test_gradients_of_what_is_written_over_its_argument(name):
     arguments = (2, 0, 1.0) if name == "renorm_" else (0,)
