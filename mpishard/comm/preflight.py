@@ -230,11 +230,13 @@ def _gpu_aware(mesh: CartMesh) -> Finding:
 def _writes(comm: MPI.Intracomm, output: str) -> Finding:
     """Write, read and remove a file on every node; and look whether all nodes see the folder of rank 0."""
     folder, error = Path(output), ""
+    made: list[Path] = []  # the deepest first
     token = comm.bcast(uuid.uuid4().hex)
     node = _node(comm)
     shared = folder / f".mpishard-{token}"
     try:
         if comm.rank == 0:
+            made += [f for f in (folder, *folder.parents) if not f.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             _write(shared)
     except OSError as e:
@@ -254,6 +256,9 @@ def _writes(comm: MPI.Intracomm, output: str) -> Finding:
     if comm.rank == 0:
         with contextlib.suppress(OSError):
             shared.unlink(missing_ok=True)
+        for each in made:  # a check leaves nothing behind
+            with contextlib.suppress(OSError):
+                each.rmdir()
     if first == comm.size:
         return Finding("output folder", "ok", f"{folder.absolute()}: every node writes, reads and removes")
     error = comm.bcast(error, root=first)

@@ -80,6 +80,12 @@ def test_more_threads_than_cores(monkeypatch, tmp_path):
     broken(preflight(str(tmp_path)), "threads", "threads more than cores")
 
 
+def test_a_folder_that_is_not_there(tmp_path):
+    """It is made, and removed: a check leaves nothing behind."""
+    assert preflight(str(tmp_path / "new" / "below")).ok
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
     broken(preflight(str(tmp_path / "file" / "below")), "output folder", "rank 0")
