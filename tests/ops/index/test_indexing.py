@@ -449,10 +449,10 @@ def test_writes_at_single_booleans(case):
             torch.testing.assert_close(gathered(x), whole)
 
 
-NUMBERS = [lambda n, t=t: torch.tensor(n, dtype=t) for t in (torch.uint8, torch.int8, torch.int32, torch.int64)]
+KINDS = [lambda n, t=t: torch.tensor(n, dtype=t) for t in (torch.uint8, torch.int8, torch.int32, torch.int64)]
 
 
-@pytest.mark.parametrize("number", [*NUMBERS, np.int32, np.int64, np.array])
+@pytest.mark.parametrize("number", [*KINDS, np.int32, np.int64, np.array])
 def test_cuts_by_numbers_of_every_kind(number):
     full = torch.arange(520.0).reshape(260, 2)
     cuts = [lambda x: x.vsplit(number(2)), lambda x: x.hsplit(number(2))]
