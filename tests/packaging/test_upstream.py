@@ -24,6 +24,8 @@ DOCS = Path(__file__).parents[2] / "docs" / "upstream.md"
 MENDED = {"fft", "negative strides", "pixel_shuffle factor"} if RELEASE >= (2, 15) else set()
 # the kernel that writes past the end is one for AVX-512
 MENDED |= set() if "AVX512" in torch.backends.cpu.get_cpu_capability() else {"convolution"}
+# and that of one column one for AMX
+MENDED |= set() if torch.cpu._is_amx_tile_supported() else {"one column"}
 
 ENDS_THE_PROCESS = {
     "convolution": """
@@ -47,6 +49,13 @@ ENDS_THE_PROCESS = {
             pass
     """,
 }
+
+
+def one_column() -> bool:
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 3, 24, 4, dtype=torch.bfloat16), torch.randn(8, 3, 4, 4, dtype=torch.bfloat16)
+    exact = F.conv2d(x.double(), weight.double(), stride=4)
+    return torch.allclose(F.conv2d(x, weight, stride=4).double(), exact, atol=0.3)
 
 
 def batch_norm() -> bool:
@@ -205,6 +214,7 @@ def chain_matmul() -> bool:
 
 
 RIGHT: dict[str, Callable[[], bool]] = {
+    "one column": one_column,
     "batch norm": batch_norm,
     "as_strided_scatter": as_strided_scatter,
     "ihfftn into out": ihfftn_out,

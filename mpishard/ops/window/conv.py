@@ -21,9 +21,10 @@ from mpishard.layout import Each, Layout, bounds, layout_of, sizes_of
 from mpishard.layout.stencil import Sliding, of_every_kind, paddings_meet, pairs, windows
 from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import plain, whole_along
+from mpishard.ops.rule.reduction import HALVES
 from mpishard.ops.window.beside import read_beside
 from mpishard.ops.window.conv_geometry import no_output, normal, sliding_dims, transposed_dims
-from mpishard.ops.window.conv_kernel import Kernel, Local, convolved, kernel_for
+from mpishard.ops.window.conv_kernel import Kernel, Local, convolved, kernel_for, kernel_of
 from mpishard.ops.window.conv_node import Fetched, Form, block_conv
 from mpishard.ops.window.conv_overlap import Overlapped, plan_overlapped
 from mpishard.ops.window.conv_resident import Beside, plan_beside
@@ -394,8 +395,14 @@ def _rule(func: Callable[..., Tensor], ndim: int, plan_of: Callable[..., ConvPla
                 window = read_beside(x, beside.window, beside.extents, saved=saved)
             if window is not None:
                 stride, _, dilation = geometry
-                geometry = (stride, beside.padding, dilation, groups)
-                y = _of_window(func, window, *_autocast(weight, bias), geometry, x.shape)
+                weight, bias = _autocast(weight, bias)
+                local = (stride, beside.padding, dilation, False, (0,) * ndim, groups)
+                # the window may be wider than that of the plan
+                if window.dtype in HALVES and not (kernel := kernel_of(window, weight, local)).is_torch:
+                    y = convolved(kernel, local, window, weight, bias)
+                else:
+                    geometry = (stride, beside.padding, dilation, groups)
+                    y = _of_window(func, window, weight, bias, geometry, x.shape)
                 return wrap(cropped(y, beside.crops), plan.out, mesh)
 
         def windowed(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -18,12 +18,14 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
 from mpishard.autograd.linear import again, differentiated_again, in_transform, node_of
 from mpishard.autograd.use import put_off
 from mpishard.comm import traced
+from mpishard.ops.rule.reduction import HALVES
 from mpishard.ops.window import conv_tiles
 from mpishard.ops.window.conv_tiles import Local
 from mpishard.ops.window.conv_traced import recorded_conv, recorded_gradients, with_bias
@@ -65,7 +67,8 @@ class Kernel(NamedTuple):
     ----------
     forward
         ``"torch"``: what torch chooses. ``"onednn"``: oneDNN, though torch would not. ``"columns"``: torch's kernel
-        for dilated convolutions.
+        for dilated convolutions. ``"dense"``: torch's choice of the same with a stride of 1 along the last dim, where
+        one cell alone comes out, or goes in; the gradients too.
     data
         Gradient of the input: ``"torch"``; ``"onednn"``; ``"forward"``, a convolution of the cotangent; or
         ``"columns"``, a transposed one of it.
@@ -95,6 +98,7 @@ class Kernel(NamedTuple):
 
 _TORCH = Kernel()
 _COLUMNS = Kernel("columns", "columns", "columns", reason="torch unfolds small blocks slowly")
+_DENSE = Kernel("dense", reason="oneDNN reads past one column that has a stride")
 
 
 def kernel_of(x: Tensor, weight: Tensor, local: Local) -> Kernel:
@@ -113,6 +117,8 @@ def kernel_for(like: Tensor, shape: tuple[int, ...], weight: tuple[int, ...], lo
         return _TORCH
     if like.dtype is torch.float64:
         return choose_wide(shape, weight, local)
+    if like.dtype in HALVES:
+        return _DENSE if one_column(shape, weight, local) else _TORCH
     if like.dtype is not torch.float32:
         return _TORCH
     if not torch._C._has_mkldnn or not torch._C._get_mkldnn_enabled():
@@ -189,6 +195,30 @@ def choose_wide(shape: tuple[int, ...], weight: tuple[int, ...], local: Local) -
     return Kernel(tiled=True, reason="torch unfolds the whole block at once") if tiled else _TORCH
 
 
+@lru_cache(maxsize=4096)
+def one_column(shape: tuple[int, ...], weight: tuple[int, ...], local: Local) -> bool:
+    """Tell whether a convolution with a stride along the last dim gives one cell there, or a transposed one reads one.
+
+    Of those, oneDNN (docs/upstream.md) computes others in 16 bits. Whole fields are seldom so narrow; blocks may be,
+    and the strips at their edges are. Not collective.
+    """
+    stride, _, _, transposed, extra, _ = local
+    if stride[-1] == 1 or extra[-1] or len(shape) not in (4, 5) or 0 in shape or 0 in weight:
+        return False
+    return shape[-1] == 1 if transposed else conv_tiles.slides(weight[2:], local)[-1].n_out(shape[-1]) == 1
+
+
+def _dense(n: int, weight: Tensor, local: Local) -> tuple[tuple[int, int], Local]:
+    """Return what to pad the ``n`` cells of `one_column` by, and the geometry of the same then. Not collective."""
+    stride, padding, dilation, transposed, *rest = local
+    before = after = 0
+    if not transposed:
+        before = padding[-1]
+        after = dilation[-1] * (weight.shape[-1] - 1) + 1 - before - n  # negative: no window reaches these
+        padding = (*padding[:-1], 0)
+    return (before, after), ((*stride[:-1], 1), padding, dilation, transposed, *rest)  # type: ignore[return-value]
+
+
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *local: Any) -> Tensor:
     """Convolve, as ``torch.ops.aten.convolution``. Not collective."""
     return _forward(kernel_of(x, weight, local), x, weight, bias, local)  # type: ignore[arg-type]
@@ -200,6 +230,9 @@ def _forward(kernel: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None, loc
         return conv_tiles.forward(lambda x, local: _forward(kernel, x, weight, bias, local), x, weight, local)
     if kernel.forward == "torch":
         return _torch_forward(x, weight, bias, *local)  # type: ignore[no-any-return]
+    if kernel.forward == "dense":
+        pads, local = _dense(x.shape[-1], weight, local)
+        return _torch_forward(F.pad(x, pads) if any(pads) else x, weight, bias, *local)  # type: ignore[no-any-return]
     stride, padding, dilation, _, _, groups = local
     if kernel.forward == "columns":
         return _dilated_forward(x, weight, weight.shape[2:], bias, stride, padding, dilation)  # type: ignore[no-any-return]
@@ -231,7 +264,13 @@ def deferring(
 def _backward(kernel: Kernel, g: Tensor, x: Tensor, weight: Tensor, local: Local, needs: Sequence[bool]) -> Gradients:
     g = g if g.is_contiguous(memory_format=_formats.get(x.ndim, torch.contiguous_format)) else g.contiguous()
     gx = gw = None
-    if kernel.is_torch:
+    if kernel.forward == "dense":
+        pads, local = _dense(x.shape[-1], weight, local)
+        padded = F.pad(x, pads) if any(pads) else x
+        gx, gw, _ = _torch_backward(g, padded, weight, None, *local, (needs[0], needs[1], False))
+        if gx is not None and any(pads):
+            gx = F.pad(gx, (-pads[0], -pads[1]))
+    elif kernel.is_torch:
         if needs[0] or needs[1]:
             gx, gw, _ = _torch_backward(g, x, weight, None, *local, (needs[0], needs[1], False))
     else:
@@ -297,6 +336,11 @@ def _rest(x: Tensor, g: Tensor, weight: Tensor, local: Local) -> Sequence[int]:
     return [n + a.hi - a.window(0, m)[1] for a, n, m in sizes]
 
 
+def _by_torch(kernel: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None, local: Local) -> Tensor:
+    """Convolve by what torch differentiates as often as is asked. Not collective."""
+    return _forward(kernel if kernel.forward == "dense" else _TORCH, x, weight, bias, local)
+
+
 class _Convolved(Function):
     """A convolution by the kernels of this module; derivatives of the gradient are torch's."""
 
@@ -318,7 +362,7 @@ class _Convolved(Function):
         x, weight, bias = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
         if differentiated_again():
-            return None, None, *again(lambda *three: _torch_forward(*three, *local), (x, weight, bias), needs, g)
+            return None, None, *again(lambda *three: _by_torch(ctx.kernel, *three, local), (x, weight, bias), needs, g)
 
         def backward(g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> Gradients:
             return _backward(ctx.kernel, g, x, weight, local, needs)
@@ -334,5 +378,5 @@ _node = node_of(_Convolved)
 def convolved(kernel: Kernel, local: Local, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the differentiable convolution of a block by ``kernel``, which is not torch's. Not collective."""
     if in_transform():
-        return _torch_forward(x, weight, bias, *local)  # type: ignore[no-any-return]
+        return _by_torch(kernel, x, weight, bias, local)
     return _node(kernel, local, x, weight, bias)  # type: ignore[no-any-return]

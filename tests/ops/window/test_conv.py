@@ -5,6 +5,8 @@ All of them twice: as blocks so small are convolved, and in the forms of large o
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ from torch import nn
 
 import mpishard as ms
 from mpishard.ops.window import conv
-from tests.compare import WORLD, compare, gathered, mesh_of, shard
+from tests.compare import WORLD, compare, drawn_sizes, gathered, mesh_of, shard
 from tests.emulated import emulated
 from tests.ops.windows import field, sampled
 
@@ -369,3 +371,43 @@ def test_a_bias_of_another_dtype_is_refused_whatever_the_block(shape):
     for x in (full, shard(full, mesh_of((WORLD.size,)), [ms.Shard(2)])):
         with pytest.raises(RuntimeError, match="bias type"):
             F.conv2d(x, weight, bias, padding=1)
+
+
+# shape, channels of the result, kernel, stride, padding, dilation: blocks, or strips at their edges, of one column
+ONE_COLUMN = [
+    ((2, 3, 24, 4), 8, 4, 4, 0, 1),
+    ((1, 5, 12, 9), 8, 3, 2, 1, 1),
+    ((2, 3, 20, 8), 6, 2, (1, 2), 0, (1, 2)),
+    ((1, 3, 6, 12, 8), 4, 3, 2, 1, 1),
+]
+
+
+@pytest.mark.parametrize("how", ["plain", "ghost", "transposed"])
+@pytest.mark.parametrize("case", ONE_COLUMN, ids=str)
+def test_16_bits_of_one_column(case, how):
+    """Where oneDNN (docs/upstream.md) computes other cells: results and gradients are near those of float64."""
+    shape, results, kernel, stride, padding, dilation = case
+    transposed = how == "transposed"
+    if transposed:
+        shape = (*shape[:-1], 4)
+    op = getattr(F, f"conv{'_transpose' if transposed else ''}{len(shape) - 2}d")
+    channels = (shape[1], results) if transposed else (results, shape[1])
+    x, weight = field(*shape).bfloat16(), field(*channels, *[kernel] * (len(shape) - 2)).bfloat16()
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation}
+    exact = [t.double().requires_grad_() for t in (x, weight)]
+    z = op(*exact, **geometry)
+    cotangent = torch.randn(z.shape, generator=torch.Generator().manual_seed(5)).bfloat16()
+    expected = [z, *torch.autograd.grad(z, exact, cotangent.double())]
+    for sizes in (None, {len(shape) - 1: drawn_sizes(random.Random(3), shape[-1], WORLD.size)}):
+        mesh = mesh_of((WORLD.size,))
+        if how == "ghost" and sizes is None:
+            resident = ms.zeros(*shape, mesh=mesh, placements=[ms.Shard(-1)], ghost=1, dtype=x.dtype)
+            resident.copy_(ms.distribute_tensor(x, mesh, [ms.Shard(-1)]))
+            given = [resident.requires_grad_(), weight.clone().requires_grad_()]
+        else:
+            given = [shard(x, mesh, [ms.Shard(-1)], sizes, True), weight.clone().requires_grad_()]
+        y = op(*given, **geometry)
+        found = [y, *torch.autograd.grad(y, given, shard(cotangent, y.mesh, y.placements))]
+        for got, want in zip(found, expected, strict=True):
+            scale = float(want.detach().abs().max())
+            torch.testing.assert_close(gathered(got.detach()).double(), want.detach(), rtol=0.02, atol=0.02 * scale)
