@@ -413,5 +413,6 @@ def index_select(input: Any, dim: int, index: Any) -> ShardTensor:
     if not input.ndim:
         if index.numel() != 1:
             raise IndexError(f"index_select(): Index to scalar can have only 1 value, got {index.numel()} value(s)")
-        return index_select(input.reshape(1), dim, index).reshape(())  # type: ignore[no-any-return]
+        # no view, though reshape makes one
+        return index_select(input.reshape(1), dim, index).reshape(()).clone()  # type: ignore[no-any-return]
     return picked(input, along("index_select", input, dim, index))

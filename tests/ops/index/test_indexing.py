@@ -490,3 +490,12 @@ def test_a_part_that_begins_at_no_whole_number():
             torch.ones(4, 3).narrow(*args)
         with pytest.raises(TypeError, match="float"):
             x.narrow(*args)
+
+
+@pytest.mark.parametrize("placement", [ms.Replicate(), ms.Shard(0)], ids=str)
+def test_index_select_of_a_number_is_no_view(placement):
+    mesh = mesh_of((WORLD.size,))
+    x = ms.full((), 2.0, mesh=mesh, placements=[ms.Replicate()])
+    index = ms.distribute_tensor(torch.tensor([0]), mesh, [placement])
+    assert float(torch.index_select(x, 0, index).mul_(3)) == 6
+    assert float(x) == 2
