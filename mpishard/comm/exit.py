@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from mpi4py import MPI
 
 from mpishard.comm.environment import switch
-from mpishard.errors import MeshError
+from mpishard.errors import MeshError, UnsupportedOperationError
 
 _PID = os.getpid()
 
@@ -169,7 +169,15 @@ def first() -> bool:
 
 
 def require_mpi(what: str) -> None:
-    """Raise where MPI is not up: its own calls would end the process. Not collective."""
+    """Raise where MPI is not up: its own calls would end the process; nor in a forked child. Not collective."""
+    if os.getpid() != _PID:
+        # what it sends would be taken for its parent's
+        raise UnsupportedOperationError(
+            f"{what}: a forked process communicates",
+            expected="a call in a process that MPI has started",
+            got=f"process {os.getpid()}, a child of {_PID}",
+            fix="let children compute or read only, and communicate where MPI was started",
+        )
     if not MPI.Is_initialized() or MPI.Is_finalized():
         raise MeshError(
             f"{what}: MPI is not up",

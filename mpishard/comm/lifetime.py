@@ -90,14 +90,17 @@ class Holding:
     def release(self) -> None:
         """Free the local resources, last made first. Not collective."""
         self.freed = True
-        _release(self.releases, self.resources)
+        # a forked child leaves its parent's messages and communicators alone
+        if exit.alive():
+            _release(self.releases, self.resources)
 
     def free(self) -> None:
         """Free everything. Collective."""
         self.release()
         free_discarded()
         self._drop.detach()
-        _free(self.comms)
+        if exit.alive():
+            _free(self.comms)
 
 
 def discard(free: Callable[[], None]) -> None:

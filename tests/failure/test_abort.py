@@ -121,6 +121,40 @@ else:
     assert outcome.noted("SUM") == [["2.0"], ["2.0"]]
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "call",
+    ["x.sum()", "x[:, :0].sum()", "ms.init_mesh((-1,), ('y',))", "mesh.free()", "exchange.free()", "exchange.poke()"],
+)
+def test_forked_children_take_no_messages_of_their_parents(job, call, ranks):
+    # the first sum is under way, as nobody has asked for it
+    body = (
+        MESH
+        + f"""
+x = ms.distribute_tensor(torch.ones(7, 5), mesh, [ms.Shard(0)])
+exchange = ms.HaloExchanger(mesh, (4,), 1, torch.float64)
+for turn in range(3):
+    for _ in range(4):
+        x.sum()
+    exchange.start(torch.zeros(4, dtype=torch.float64))
+    pid = os.fork()
+    if pid == 0:
+        try:
+            {call}
+            os._exit(8)
+        except ms.UnsupportedOperationError:
+            os._exit(9)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert status == (8 if "free" in {call!r} else 9), status
+    exchange.finish()
+note("SUM", float(x.sum()))
+"""
+    )
+    outcome = job(ranks, body)
+    assert outcome.status == 0, outcome.output
+    assert outcome.noted("SUM") == [["35.0"]] * ranks
+
+
 def test_error_that_cannot_be_told(job):
     # a signal handler that raises again and again, as torch's does when a worker of a DataLoader is killed
     body = (

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -99,6 +100,8 @@ def start_local_sum(x: torch.Tensor, group: Group) -> PendingReduction | None:
     """
     if x.nbytes > _LOCAL_NBYTES or in_order(None) or looked_out():
         return None
+    # before a look at what is left: in a forked child it would take messages of its parent
+    thread.require(group.comm)
     left = _left.get(id(group.comm))
     if left is None:
         _finish_at_end()
@@ -148,6 +151,15 @@ def _settle(comms: list[MPI.Comm]) -> None:
 
 
 lifetime.before_free.append(_settle)
+
+
+def _forked() -> None:
+    # the parent's: a look at them here would take messages that it waits for
+    _left.clear()
+    _abandoned.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 _LOCAL_NBYTES = 1 << 16
 

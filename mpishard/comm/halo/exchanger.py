@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mpishard.comm import guard, in_flight, lifetime, thread
+from mpishard.comm import exit, guard, in_flight, lifetime, thread
 from mpishard.comm.collective.gather_sizes import first_misfit, gather_blocks
 from mpishard.comm.halo.channel import Channel, channel_of
 from mpishard.comm.halo.device import DeviceRefresh
@@ -235,6 +235,7 @@ class HaloExchanger:
 
     def poke(self) -> bool:
         """Let messages in flight progress, without waiting; return whether all have arrived. Not collective."""
+        thread.require(self._channel.comm)
         arrived = [refresh.poke() for _, refresh, _ in self._flying]
         return all(arrived)
 
@@ -262,7 +263,8 @@ class HaloExchanger:
 
     def free(self) -> None:
         """Free the persistent requests; the mesh does so, too. Not collective."""
-        _free(self._kept)
+        if exit.alive():
+            _free(self._kept)
         for slot, _, _ in self._flying:
             self._channel.flying.pop(slot, None)
         self._flying.clear()
