@@ -139,12 +139,12 @@ def as_strided(input: ShardTensor, size: Any, stride: Any, storage_offset: int |
     return out
 
 
-def _require_row_major(x: ShardTensor) -> None:
+def _require_row_major(x: ShardTensor, op: str = "as_strided") -> None:
     """Refuse a view whose cells do not follow each other in memory. Collective: a block of one row does not show it."""
     dense = x.block.is_contiguous() and is_dense(x)
-    if not on_all(x.mesh, dense, "as_strided"):
+    if not on_all(x.mesh, dense, op):
         raise UnsupportedOperationError(
-            "as_strided: cells that do not follow each other in memory",
+            f"{op}: cells that do not follow each other in memory",
             expected="a tensor that is no transposed, cut or expanded view, nor a field of a simulation",
             got=outline(x),
             fix="index it, or make it x.contiguous() before",
@@ -188,6 +188,11 @@ def resize_(self: ShardTensor, *sizes: Any, memory_format: Any = None) -> ShardT
     """Give a tensor another shape: the first of its row-major cells, with zeros behind. Collective as reshaping is.
 
     Views that were taken before keep the cells that they had.
+
+    Raises
+    ------
+    UnsupportedOperationError
+        The cells are not row-major in memory: torch would take those between them, or in another order.
     """
     shape = ints(sizes)
     if self.requires_grad:
@@ -195,8 +200,11 @@ def resize_(self: ShardTensor, *sizes: Any, memory_format: Any = None) -> ShardT
     if shape == tuple(self.sharding.shape):
         return self
     require_writable(self, "resize_")
-    flat: Any = settled(self).reshape(-1)
     n, own = math.prod(shape), self.numel()
+    x = settled(self)
+    if n and own and x._halo is None:
+        _require_row_major(x, "resize_")
+    flat: Any = x.reshape(-1)
     cells = flat[:n] if n <= own else torch.cat([flat, flat.new_zeros(n - own)])
     return become(self, cells.reshape(shape).clone())
 

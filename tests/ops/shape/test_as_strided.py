@@ -123,8 +123,11 @@ def test_a_view_with_gaps_is_refused(view):
     full, how = field(4, 6), ((3, 2), (4, 1))
     for mesh, placements, sizes in layouts(full.shape, (0, 1)):
         y = view(shard(full, mesh, placements, sizes))
-        with pytest.raises(ms.UnsupportedOperationError, match="do not follow each other"):
+        with pytest.raises(ms.UnsupportedOperationError, match="as_strided: cells that do not follow each other"):
             y.as_strided(*how)
+        with pytest.raises(ms.UnsupportedOperationError, match=r"resize_: (cells that do not|writing into a view)"):
+            y.resize_(2, 2)
         with pytest.raises(ms.UnsupportedOperationError, match="do not follow each other"):
             torch.as_strided_scatter(y, torch.zeros(3, 2, dtype=full.dtype), *how)
         assert torch.equal(gathered(y.contiguous().as_strided(*how)), view(full).contiguous().as_strided(*how))
+        assert y.clone(memory_format=torch.preserve_format).resize_(0, 3).shape == (0, 3)
