@@ -80,10 +80,10 @@ class Transposed(NamedTuple):
 def paddings_meet(g: Sliding | Transposed, padding: int, n: int) -> bool:
     """Tell whether windows that read the padding at one end of ``n`` cells lie beside those of the other end.
 
-    Of such 3-D convolutions with a stride, oneDNN (docs/upstream.md) writes the weight's gradient past
-    the end of its arrays. Whole fields are seldom so short; blocks may be.
+    Of such 3-D convolutions with a stride, oneDNN (docs/upstream.md) writes the weight's gradient past the end of its
+    arrays, and of those in 16 bits with fewer cells than the stride. Whole fields are seldom so short; blocks may be.
     """
-    return padding > g.stride > 1 and n < g.reach + g.stride
+    return padding > 0 and (n < g.stride or (padding > g.stride > 1 and n < g.reach + g.stride))
 
 
 class Adaptive(NamedTuple):

@@ -411,3 +411,27 @@ def test_16_bits_of_one_column(case, how):
         for got, want in zip(found, expected, strict=True):
             scale = float(want.detach().abs().max())
             torch.testing.assert_close(gathered(got.detach()).double(), want.detach(), rtol=0.02, atol=0.02 * scale)
+
+
+@pytest.mark.parametrize("last", [1, 0])
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("transposed", [False, True], ids=["conv", "transposed"])
+@pytest.mark.parametrize(("kernel", "stride", "padding"), [(3, 2, 1), (3, 3, 1), (5, 4, 2), (7, 4, 3), (4, 4, 3)])
+def test_16_bits_of_fewer_cells_than_the_stride(kernel, stride, padding, transposed, ndim, last):
+    """Of such blocks that are padded, oneDNN (docs/upstream.md) computes another gradient of the weight."""
+    sizes = (*[2 * stride] * (WORLD.size - 1), last if WORLD.size > 1 else 2 * stride + last)
+    x = field(2, 3, *[4] * (ndim - 1), sum(sizes)).bfloat16()
+    weight = field(*((3, 8) if transposed else (8, 3)), *[2] * (ndim - 1), kernel).bfloat16()
+    op = getattr(F, f"conv{'_transpose' if transposed else ''}{ndim}d")
+    beside = (1,) * (ndim - 1)
+    geometry = {"stride": (*beside, stride), "padding": (*beside, padding)}
+    exact = [t.double().requires_grad_() for t in (x, weight)]
+    z = op(*exact, **geometry)
+    cotangent = torch.randn(z.shape, generator=torch.Generator().manual_seed(5)).bfloat16()
+    expected = [z, *torch.autograd.grad(z, exact, cotangent.double())]
+    given = [shard(x, mesh_of((WORLD.size,)), [ms.Shard(-1)], {ndim + 1: sizes}, True), weight.requires_grad_()]
+    y = op(*given, **geometry)
+    found = [y, *torch.autograd.grad(y, given, shard(cotangent, y.mesh, y.placements))]
+    for got, want in zip(found, expected, strict=True):
+        scale = float(want.detach().abs().max())
+        torch.testing.assert_close(gathered(got.detach()).double(), want.detach(), rtol=0.02, atol=0.02 * scale)
