@@ -83,7 +83,7 @@ def paddings_meet(g: Sliding | Transposed, padding: int, n: int) -> bool:
     Of such 3-D convolutions with a stride, oneDNN (docs/upstream.md) writes the weight's gradient past the end of its
     arrays, and of those in 16 bits with fewer cells than the stride. Whole fields are seldom so short; blocks may be.
     """
-    return padding > 0 and (n < g.stride or (padding > g.stride > 1 and n < g.reach + g.stride))
+    return g.stride > 1 and padding > 0 and (n < g.stride or (padding > g.stride and n < g.reach + g.stride))
 
 
 class Adaptive(NamedTuple):
