@@ -9,7 +9,7 @@ it. The hash is splitmix64; torch's int64 arithmetic wraps around as it needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import torch
@@ -23,7 +23,7 @@ from mpishard.layout import Layout
 
 _BLOCK = 1 << 15  # cells hashed at once: their integers stay in cache
 _MANTISSA = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-Fill = Callable[[Callable[[int], Tensor]], Tensor]
+Fill = Callable[..., Tensor]
 
 
 def _signed(bits: int) -> int:
@@ -97,7 +97,9 @@ def runs(layout: Layout, coords: tuple[int, ...]) -> Iterator[tuple[int, Tensor,
             at += n
 
 
-def drawn_into(out: Tensor, layout: Layout, coords: tuple[int, ...], seed: int, fill: Fill) -> Tensor:
+def drawn_into(
+    out: Tensor, layout: Layout, coords: tuple[int, ...], seed: int, fill: Fill, parameters: Sequence[Tensor] = ()
+) -> Tensor:
     """Write a random block.
 
     Not collective.
@@ -112,14 +114,16 @@ def drawn_into(out: Tensor, layout: Layout, coords: tuple[int, ...], seed: int, 
         As of `draw_seed`.
     fill
         Returns the values of some cells, given a function lane -> their 64 random bits (a fresh int64 tensor;
-        different lanes are independent).
+        different lanes are independent), and their ``parameters``.
+    parameters
+        Of the distribution: blocks as ``out``.
 
     Returns
     -------
     torch.Tensor
         ``out``
     """
-    flat = out.view(-1)
+    flat, given = out.view(-1), [p.reshape(-1) for p in parameters]
     lanes: dict[int, int] = {}
 
     def base(lane: int) -> int:
@@ -133,7 +137,8 @@ def drawn_into(out: Tensor, layout: Layout, coords: tuple[int, ...], seed: int, 
         def bits(lane: int, index: Tensor = index, start: int = start) -> Tensor:
             return mixed((index + (start + 1)).mul_(_STEP).add_(base(lane)))
 
-        flat[at : at + index.numel()] = fill(bits)
+        cells = slice(at, at + index.numel())
+        flat[cells] = fill(bits, *(p[cells] for p in given))
     return out
 
 
@@ -158,6 +163,11 @@ def uniform(dtype: torch.dtype) -> Fill:
     n = _mantissa(dtype)
     wide = torch.float64 if n > 24 else torch.float32
     return lambda bits: high_bits(bits(0), n).to(wide).mul_(2.0**-n)
+
+
+def open_uniform(bits: Callable[[int], Tensor], lane: int = 0) -> Tensor:
+    """Fill with float64 numbers in (0, 1). Not collective."""
+    return high_bits(bits(lane), 53).double().mul_(2.0**-53).add_(2.0**-54)
 
 
 def normal(dtype: torch.dtype) -> Fill:

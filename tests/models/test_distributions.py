@@ -65,6 +65,41 @@ def test_densities(name):
         close(torch.autograd.grad(got.sum(), y)[0], gradient, f"gradient of {name}")
 
 
+DRAWN = {
+    "gamma": lambda x: D.Gamma(x + 1, x + 2),
+    "beta": lambda x: D.Beta(x + 1, x + 2),
+    "student": lambda x: D.StudentT(x + 2),
+    "chi": lambda x: D.Chi2(x + 2),
+    "inverse gamma": lambda x: D.InverseGamma(x + 3, x + 1),
+    "dirichlet": lambda x: D.Dirichlet(last(x)),
+    "binomial": lambda x: D.Binomial(20, x),
+    "negative binomial": lambda x: D.NegativeBinomial(10 * x, x),
+    "poisson": D.Poisson,
+    "exponential": D.Exponential,
+    "geometric": D.Geometric,
+    "categorical": lambda x: D.Categorical(last(x)),
+    "normal": lambda x: D.Normal(x, x + 1),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_draws(name):
+    """The numbers of one mesh are those of another, and are distributed as they should."""
+    full = 0.1 + 0.8 * torch.rand(2, 3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mesh, reference = ms.init_mesh((-1,), ("x",)), None
+    for placement in (ms.Shard(2), ms.Shard(1), ms.Replicate()):
+        torch.manual_seed(8)
+        of = DRAWN[name](ms.distribute_tensor(full, mesh, (placement,)))
+        drawn = of.sample((400,))
+        values = drawn.full_tensor()
+        reference = values if reference is None else reference
+        torch.testing.assert_close(values, reference)
+    expected = DRAWN[name](full)
+    if not expected.mean.isnan().any():
+        error = (values.mean(0) - expected.mean).abs() / (expected.variance / 400).sqrt()
+        assert error.max() < 6
+
+
 def test_parameters_that_are_refused_are_refused_everywhere():
     """Also where those of one rank are right."""
     mesh = ms.init_mesh((-1,), ("x",))

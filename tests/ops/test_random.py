@@ -55,6 +55,11 @@ DRAWS = {
     "new_empty": lambda x: x.new_empty(x.shape).normal_(),
     "new_empty per sample": lambda x: x * x.new_empty((3, 1, 1, 1)).bernoulli_(0.5),
     "poisson": lambda x: torch.poisson(x * 20),
+    "gamma": lambda x: torch._standard_gamma(3 * x),
+    "dirichlet": lambda x: torch._sample_dirichlet(5 * x + 0.1),
+    "dirichlet of the sharded dim": lambda x: torch._sample_dirichlet(x.transpose(2, 3) + 0.1),
+    "binomial": lambda x: torch.binomial((40 * x).floor(), x),
+    "binomial of other shapes": lambda x: torch.binomial(torch.full((9, 1), 50.0, dtype=x.dtype), x),
     "multinomial": lambda x: torch.multinomial(x[0, 0] + 0.1, 6),
     "multinomial with replacement": lambda x: (x[0, 0, 1] + 0.1).multinomial(30, replacement=True),
     "multinomial of rows with replacement": lambda x: torch.multinomial(x[0, 0] + 0.1, 30, True),
@@ -106,9 +111,80 @@ def test_discrete_distributions():
     assert all(sorted(row.tolist()) == [1, 2, 4] for row in torch.multinomial(rows, 3).full_tensor())
 
 
+@pytest.mark.parametrize("alpha", [1e-3, 0.4, 1.0, 2.5, 1e6])
+def test_gamma_numbers(alpha):
+    """Kolmogorov's distance from the distribution function."""
+    n = 20_000
+    torch.manual_seed(3)
+    given = ms.full((n,), alpha, mesh=mesh_of((WORLD.size,)), placements=[ms.Shard(0)], dtype=torch.float64)
+    x = torch._standard_gamma(given).full_tensor().sort().values
+    below = torch.special.gammainc(torch.tensor(alpha, dtype=x.dtype), x)
+    found = torch.arange(n, dtype=x.dtype) / n
+    known = x > 1e-300  # of a small shape many are the smallest number that there is
+    assert x.min() > 0
+    assert (below - found).abs()[known].max() < 2 / math.sqrt(n)
+
+
+@pytest.mark.parametrize(("n", "p"), [(1, 0.3), (12, 0.7), (25, 0.4), (100, 0.97), (10**4, 0.002), (10**6, 0.25)])
+def test_binomial_numbers(n, p):
+    """A chi-squared test of the counts, and the mean of counts too many for one."""
+    cells = 20_000
+    torch.manual_seed(4)
+    where = {"mesh": mesh_of((WORLD.size,)), "placements": [ms.Shard(0)], "dtype": torch.float64}
+    k = torch.binomial(ms.full((cells,), float(n), **where), ms.full((cells,), p, **where)).full_tensor()
+    low, high = int(k.min()), int(k.max())
+    assert 0 <= low <= high <= n
+    of = torch.arange(low, high + 1, dtype=k.dtype)
+    log = math.lgamma(n + 1) - torch.lgamma(of + 1) - torch.lgamma(n - of + 1) + of * math.log(p)
+    expected = cells * (log + (n - of) * math.log1p(-p)).exp()
+    often = expected > 10
+    distance = ((torch.bincount((k - low).long()) - expected) ** 2 / expected)[often].sum()
+    freedom = int(often.sum())
+    assert distance < freedom + 5 * math.sqrt(2 * freedom)
+    deviation = math.sqrt(n * p * (1 - p))
+    assert abs(k.mean() - n * p) < 5 * deviation / math.sqrt(cells)
+    assert abs(k.std() / deviation - 1) < 5 / math.sqrt(cells)
+
+
+def test_parameters_at_the_edges():
+    mesh, nan, inf = mesh_of((WORLD.size,)), math.nan, math.inf
+    n = shard(torch.tensor([0.0, 5.0, 5.0, 5.0, -2.0, inf, nan, 7.9]), mesh, [ms.Shard(0)])
+    p = shard(torch.tensor([0.5, 0.0, 1.0, nan, 0.5, 0.5, 0.5, 1.0]), mesh, [ms.Shard(0)])
+    expected = torch.tensor([0.0, 0.0, 5.0, nan, 0.0, nan, nan, 7.0])
+    torch.testing.assert_close(torch.binomial(n, p).full_tensor(), expected, rtol=0, atol=0, equal_nan=True)
+    alpha = shard(torch.tensor([0.0, inf, nan, 1e-30]), mesh, [ms.Shard(0)])
+    tiny = torch.finfo(torch.float32).tiny
+    got = torch._standard_gamma(alpha).full_tensor()
+    torch.testing.assert_close(got, torch.tensor([tiny, inf, nan, tiny]), rtol=0, atol=0, equal_nan=True)
+
+
+def test_gradients_of_drawn_numbers():
+    """Those that torch defines, at the numbers that were drawn; else the error that torch gives."""
+    full = torch.rand(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(6)) + 0.2
+    weight = torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3)
+    for dim in (0, 1):
+        x = shard(full, mesh_of((WORLD.size,)), [ms.Shard(dim)], requires_grad=True)
+        drawn = torch._standard_gamma(x)
+        own = torch.autograd.grad((drawn * weight).sum(), x, create_graph=True)[0]
+        expected = weight * torch._standard_gamma_grad(full, drawn.detach().full_tensor())
+        torch.testing.assert_close(own.full_tensor(), expected)
+        with pytest.raises(NotImplementedError, match="_standard_gamma_grad"):
+            own.sum().backward()
+        drawn = torch.distributions.Dirichlet(x).rsample()
+        own = torch.autograd.grad((drawn * weight).sum(), x)[0]
+        values = drawn.detach().full_tensor()
+        per_cell = torch._dirichlet_grad(values, full, full.sum(-1, keepdim=True).expand_as(full))
+        torch.testing.assert_close(own.full_tensor(), per_cell * (weight - (values * weight).sum(-1, keepdim=True)))
+        for drawn in (torch._sample_dirichlet(x), torch.binomial(torch.full_like(x, 5), x.clamp(max=1))):
+            with pytest.raises(RuntimeError, match="is not implemented"):
+                drawn.sum().backward()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
+        lambda x: torch._standard_gamma(x.long()),
+        lambda x: torch.binomial(x.double(), x.float()),
         lambda x: torch.multinomial(x, 9),
         lambda x: torch.multinomial(x - 1, 2),
         lambda x: torch.multinomial(x * 0, 2, replacement=True),

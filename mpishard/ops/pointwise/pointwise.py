@@ -42,7 +42,7 @@ logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid lt ma
 multiply mvlgamma nan_to_num ndtr ndtri ne neg negative nextafter not_equal polygamma pow psi rad2deg reciprocal relu
 relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt
 square sub subtract tan tanh tanhshrink threshold true_divide trunc type_as where xlog1py xlogy zeta complex
-detach_copy
+detach_copy _dirichlet_grad _standard_gamma_grad
 """.split()
 
 _DUNDERS = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -29,26 +29,36 @@ from mpishard.tensor.stream import (
     exponential,
     integers,
     normal,
+    open_uniform,
     uniform,
 )
 
 
-def _drawn(
-    x: ShardTensor, dtype: torch.dtype, fill: Fill, generator: Any = None, layout: Layout | None = None
+def drawn_block(
+    x: ShardTensor,
+    dtype: torch.dtype,
+    fill: Fill,
+    generator: Any = None,
+    layout: Layout | None = None,
+    parameters: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Return this rank's block of a random tensor laid out as ``x`` (or ``layout``). Collective."""
+    """Return this rank's block of a random tensor laid out as ``x`` (or ``layout``). Collective.
+
+    What the ``fill`` takes as ``parameters`` are blocks of the same layout.
+    """
     where, mesh, device = layout or x.sharding, x.mesh, x.block.device
     shape = where.local_shape(mesh.coords)
 
-    def draw() -> Tensor:
+    def draw(*parameters: Tensor) -> Tensor:
         seed = draw_seed(mesh, generator)
         if device.type == "meta":
             return torch.empty(shape, dtype=dtype, device=device)
-        return drawn_into(torch.empty(shape, dtype=dtype, device="cpu"), where, mesh.coords, seed, fill).to(device)
+        out, given = torch.empty(shape, dtype=dtype, device="cpu"), [p.to("cpu", torch.float64) for p in parameters]
+        return drawn_into(out, where, mesh.coords, seed, fill, given).to(device)
 
     if traced.recording is not None:
-        return traced.recording.call("random", draw, [], shape, dtype=dtype, device=device)
-    return draw()
+        return traced.recording.call("random", draw, parameters, shape, dtype=dtype, device=device)
+    return draw(*parameters)
 
 
 # -- what torch refuses
@@ -57,7 +67,7 @@ _KEPT = 4096
 _taken: set[Any] = set()
 
 
-def _draws(*functions: Any) -> Callable[[Rule], Rule]:
+def draws(*functions: Any) -> Callable[[Rule], Rule]:
     """Register a rule; what torch refuses of dtypes and numbers is refused. Not collective.
 
     Torch is asked by tensors of one cell each, once for all calls alike: a rank without cells must refuse, too.
@@ -72,7 +82,9 @@ def _draws(*functions: Any) -> Callable[[Rule], Rule]:
                 given = tensors_in([*args, *kwargs.values()])
                 where = next(x for x in given if isinstance(x, ShardTensor)).block.device
                 named = {name: a for name, a in kwargs.items() if name not in ("generator", "device")}
-                with torch.random.fork_rng([where] if where.type == "cuda" else []), torch.no_grad():
+                cuda = [where] if where.type == "cuda" else []
+                with torch.random.fork_rng(cuda), torch.no_grad(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of one cell each, torch's binomial resizes its result
                     function(*map(_one_cell, args), **{name: _one_cell(a) for name, a in named.items()})
                 if len(_taken) > _KEPT:
                     _taken.clear()
@@ -118,7 +130,7 @@ def _dropped(
         return input
     x = resolved(input)
     layout = x.sharding if leading is None else _features(x.sharding, leading)
-    kept = _drawn(x, torch.bool, chosen(1 - p), layout=layout)
+    kept = drawn_block(x, torch.bool, chosen(1 - p), layout=layout)
     local = x.block
     if alpha:
         limit = 1.7580993408473766  # minus the value that SELU tends to
@@ -167,10 +179,10 @@ for _name, _leading, _alpha in (
 ):
     for _func in (getattr(F, _name, None), getattr(torch, _name, None), getattr(torch, f"{_name}_", None)):
         if _func is not None:
-            _draws(_func)(_dropout_rule(_name, _leading, _alpha, _func.__name__.endswith("_")))
+            draws(_func)(_dropout_rule(_name, _leading, _alpha, _func.__name__.endswith("_")))
 
 
-@_draws(F.rrelu, torch.rrelu)
+@draws(F.rrelu, torch.rrelu)
 def rrelu(
     input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
 ) -> ShardTensor:
@@ -178,7 +190,7 @@ def rrelu(
     if not training:
         return F.leaky_relu(input, (lower + upper) / 2, inplace)  # type: ignore[return-value]
     x = resolved(input)
-    slopes = _drawn(x, x.block.dtype, uniform(x.block.dtype)).mul_(upper - lower).add_(lower)
+    slopes = drawn_block(x, x.block.dtype, uniform(x.block.dtype)).mul_(upper - lower).add_(lower)
     if inplace:
         return input.mul_(wrap(slopes.masked_fill_(x.block.detach() >= 0, 1), x.sharding, x.mesh))
     return wrap(torch.where(x.block >= 0, x.block, x.block * slopes), x.sharding, x.mesh)
@@ -195,15 +207,15 @@ def _like(x: Any, fill: Any, dtype: Any, requires_grad: bool, generator: Any, op
         raise other_device(x, device)
     dtype = dtype or x.block.dtype
     if dtype.is_complex:
-        parts = [_drawn(x, dtype.to_real(), fill(dtype.to_real()), generator) for _ in range(2)]
+        parts = [drawn_block(x, dtype.to_real(), fill(dtype.to_real()), generator) for _ in range(2)]
         # the parts of a standard normal number have half its variance
         local = torch.complex(*parts) * (0.5**0.5 if fill is normal else 1)
     else:
-        local = _drawn(x, dtype, fill(dtype), generator)
+        local = drawn_block(x, dtype, fill(dtype), generator)
     return wrap(recorded(local, requires_grad), x.sharding, x.mesh)
 
 
-@_draws(torch.rand_like)
+@draws(torch.rand_like)
 def rand_like(
     input: Any, *, dtype: Any = None, requires_grad: bool = False, generator: Any = None, **options: Any
 ) -> ShardTensor:
@@ -211,7 +223,7 @@ def rand_like(
     return _like(input, uniform, dtype, requires_grad, generator, options)
 
 
-@_draws(torch.randn_like)
+@draws(torch.randn_like)
 def randn_like(
     input: Any, *, dtype: Any = None, requires_grad: bool = False, generator: Any = None, **options: Any
 ) -> ShardTensor:
@@ -219,7 +231,7 @@ def randn_like(
     return _like(input, normal, dtype, requires_grad, generator, options)
 
 
-@_draws(torch.randint_like)
+@draws(torch.randint_like)
 def randint_like(
     input: Any,
     low: int = 0,
@@ -243,17 +255,17 @@ def _check_probabilities(p: Tensor) -> None:
 def _probabilities(x: ShardTensor, p: Any, dtype: torch.dtype, generator: Any) -> Tensor:
     """Return zeros and ones, one with probability ``p``, a number or a tensor. Collective."""
     if not isinstance(p, Tensor):
-        return _drawn(x, torch.bool, chosen(p), generator).to(dtype)
+        return drawn_block(x, torch.bool, chosen(p), generator).to(dtype)
     own = resolved(p)
     if isinstance(own, ShardTensor):
         own = _checked(_check_probabilities, own)
     else:
         _check_probabilities(own)
     local = fitted(own, x.mesh, x.sharding).detach()
-    return (_drawn(x, torch.float64, uniform(torch.float64), generator) < local).to(dtype)
+    return (drawn_block(x, torch.float64, uniform(torch.float64), generator) < local).to(dtype)
 
 
-@_draws(torch.bernoulli, torch.Tensor.bernoulli)
+@draws(torch.bernoulli, torch.Tensor.bernoulli)
 def bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> ShardTensor:
     """Zeros and ones with the probabilities ``input``, or ``p``. Collective."""
     x = resolved(input)
@@ -264,7 +276,7 @@ def bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> ShardTenso
     return wrap(drawn + 0 * x.block if p is x else drawn, x.sharding, x.mesh)
 
 
-@_draws(torch.normal)
+@draws(torch.normal)
 def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     """Draw normal numbers with given means and deviations. Collective."""
     given = [t for t in (mean, std) if isinstance(t, Tensor)]
@@ -286,10 +298,10 @@ def _checked(check: Callable[[Tensor], None], x: ShardTensor) -> ShardTensor:
 
 def _uniform_of(x: ShardTensor, generator: Any) -> Tensor:
     """Return one uniform number in (0, 1) of 53 bits per cell of ``x``. Collective."""
-    return _drawn(x, torch.float64, uniform(torch.float64), generator).add_(2.0**-54)
+    return drawn_block(x, torch.float64, open_uniform, generator)
 
 
-@_draws(torch.poisson)
+@draws(torch.poisson)
 def poisson(input: Any, generator: Any = None) -> ShardTensor:
     """Draw Poisson numbers with the rates ``input``, which are finite. Collective.
 
@@ -324,7 +336,7 @@ def multinomial(input: Any, num_samples: int, replacement: bool = False, *, gene
     x = _weights(x, num_samples, replacement)
     last = x.ndim - 1
     if not replacement:  # the first arrivals of processes with these rates
-        arrival = wrap(_drawn(x, torch.float64, exponential(1.0), generator), x.sharding, x.mesh)
+        arrival = wrap(drawn_block(x, torch.float64, exponential(1.0), generator), x.sharding, x.mesh)
         return (x.double() / arrival).topk(num_samples, last).indices
     x = whole_along(x, (last,))
     layout = resized(x.sharding, last, num_samples, x.sharding.sizes[last] and (num_samples,))
@@ -374,7 +386,7 @@ def _random_integers(x: Any, dtype: torch.dtype, generator: Any, *bounds: int, *
     if high is None:
         digits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
         high = 2 ** digits[dtype] + 1 if dtype in digits else 2 if dtype == torch.bool else torch.iinfo(dtype).max
-    return _drawn(x, dtype, integers(low, high), generator)
+    return drawn_block(x, dtype, integers(low, high), generator)
 
 
 def _of_parts(dtype: torch.dtype, draw: Callable[[torch.dtype], Tensor]) -> Tensor:
@@ -384,11 +396,11 @@ def _of_parts(dtype: torch.dtype, draw: Callable[[torch.dtype], Tensor]) -> Tens
 
 def _uniform(x: Any, dtype: torch.dtype, generator: Any, *bounds: float, **named: float) -> Tensor:
     a, b = (*bounds, *(named.get(name, given) for name, given in (("from", 0.0), ("to", 1.0))[len(bounds) :]))
-    return _of_parts(dtype, lambda real: _drawn(x, real, uniform(real), generator).mul_(b - a).add_(a))
+    return _of_parts(dtype, lambda real: drawn_block(x, real, uniform(real), generator).mul_(b - a).add_(a))
 
 
 def _normal(x: Any, dtype: torch.dtype, generator: Any, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    drawn = _of_parts(dtype, lambda real: _drawn(x, real, normal(real), generator))
+    drawn = _of_parts(dtype, lambda real: drawn_block(x, real, normal(real), generator))
     # the parts of a complex number have half its variance
     return drawn.mul_(std * 0.5**0.5 if dtype.is_complex else std).add_(mean)
 
@@ -398,12 +410,12 @@ _FILLS: dict[str, Callable[..., Tensor]] = {
     "uniform_": _uniform,
     "normal_": _normal,
     "bernoulli_": lambda x, dtype, g, p=0.5: _probabilities(resolved(x), p, dtype, g),
-    "exponential_": lambda x, dtype, g, lambd=1.0: _drawn(x, dtype, exponential(lambd), g),
+    "exponential_": lambda x, dtype, g, lambd=1.0: drawn_block(x, dtype, exponential(lambd), g),
     "cauchy_": lambda x, _, g, median=0.0, sigma=1.0: (
         _uniform_of(resolved(x), g).sub_(0.5).mul_(math.pi).tan_().mul_(sigma).add_(median)
     ),
     "log_normal_": lambda x, _, g, mean=1.0, std=2.0: (
-        _drawn(x, torch.float64, normal(torch.float64), g).mul_(std).add_(mean).exp_()
+        drawn_block(x, torch.float64, normal(torch.float64), g).mul_(std).add_(mean).exp_()
     ),
     # trials up to a first success
     "geometric_": lambda x, _, g, p: _uniform_of(resolved(x), g).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1),
@@ -421,16 +433,16 @@ def _fill_rule(values: Callable[..., Tensor]) -> Rule:
 
 
 for _name, _values in _FILLS.items():
-    _draws(getattr(torch.Tensor, _name))(_fill_rule(_values))
+    draws(getattr(torch.Tensor, _name))(_fill_rule(_values))
 
 
-@_draws(F.gumbel_softmax)
+@draws(F.gumbel_softmax)
 def gumbel_softmax(logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:
     """Sample from the Gumbel-Softmax distribution. Collective."""
     if eps != 1e-10:
         warnings.warn("`eps` parameter is deprecated and has no effect.", stacklevel=2)
     x = resolved(logits)
-    noise = wrap(-_drawn(x, x.block.dtype, exponential(1.0)).log(), x.sharding, x.mesh)
+    noise = wrap(-drawn_block(x, x.block.dtype, exponential(1.0)).log(), x.sharding, x.mesh)
     soft = ((x + noise) / tau).softmax(dim)
     if not hard:
         return soft
