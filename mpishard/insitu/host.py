@@ -72,9 +72,12 @@ class Host:
         return self._number(made)
 
     def field(self, numbers: Any, text: str) -> int:
-        """Take simulation, dtype, address, dims; per array dim mesh dim or -1, extent, ghosts, stride. Collective."""
-        simulation, dtype, address, ndim = numbers[:4]
-        on, extents, low, high, strides = (_column(numbers, 4, ndim, i) for i in range(5))
+        """Take simulation, dtype, address, dims, faces (bits); per array dim mesh dim or -1, extent, ghosts, stride.
+
+        Collective.
+        """
+        simulation, dtype, address, ndim, faces = numbers[:5]
+        on, extents, low, high, strides = (_column(numbers, 5, ndim, i) for i in range(5))
         sim = self._made[simulation]
         assert isinstance(sim, Simulation)
         halo = [(low[on.index(m)], high[on.index(m)]) for m in range(sim.mesh.ndim)]
@@ -83,7 +86,8 @@ class Host:
         room = None if address else _room(kind, extents, strides)
         # without room it is an address that is none, which all ranks are told of
         array = (address if room is None else room.data_ptr(), kind, extents, strides)
-        number = self._number(sim.field(text, array, halo=halo, dims=dims))
+        between = [name for m, name in enumerate(sim.mesh.mesh_dim_names) if faces >> m & 1]
+        number = self._number(sim.field(text, array, halo=halo, dims=dims, location=between or "cell"))
         if room is not None:
             self._rooms[number] = room
         return number

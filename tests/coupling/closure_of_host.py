@@ -23,6 +23,11 @@ def around(u):
     return F.conv2d(F.pad(u[None, None], (1, 1, 1, 1), mode="circular"), weight)[0, 0]
 
 
+def staggered(h, u, v, node):
+    gradient = F.pad(h, (0, 0, 0, 1)) - F.pad(h, (0, 0, 1, 0))
+    return {"h": u[1:] - u[:-1], "u": gradient, "v": v.roll(-1, 1), "node": box(node)}
+
+
 def ring(u):
     return u * all(u.mesh.periodic)
 

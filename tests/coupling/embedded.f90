@@ -9,9 +9,9 @@ program embedded
         real(c_double) :: flux
         integer(c_int) :: kind
     end type
-    type(mps_handle) :: sim, u, tau, level, flux, hook, other
+    type(mps_handle) :: sim, u, tau, level, flux, hook, other, walled, edge
     type(MPI_Comm) :: cart
-    real(c_double), allocatable, target :: a(:, :), b(:, :), levels(:, :, :)
+    real(c_double), allocatable, target :: a(:, :), b(:, :), levels(:, :, :), faces(:, :)
     real(c_float), allocatable, target :: t(:, :), absent(:, :)
     type(cell), allocatable, target :: cells(:, :)
     integer, allocatable :: few(:), many(:)
@@ -98,6 +98,28 @@ program embedded
     call must(mps_step(other) == MPS_OK, "a part of structures")
     call must(right(real(cells%flux, c_float), 4) .and. all(cells%kind == 7), "a part of structures")
     call must(mps_release(other) == MPS_OK .and. mps_release(flux) == MPS_OK, "release")
+
+    ! a point more than cells along x: of a periodic dim the copy of the first, else the last wall
+    allocate(faces(0:own(1) + 2, 0:own(2) + 1))
+    call must(mps_field(sim, "faces", faces, edge, lo=[1, 1], faces=few == 1) == merge(MPS_OK, MPS_ERR_ARGUMENT, &
+              ranks == 1), "another length on one rank")
+    if (ranks > 1) call must(says("faces has another length") .or. rank > 0, "another length on one rank")
+    if (ranks == 1) call must(mps_release(edge) == MPS_OK, "release")
+    call must(mps_field(sim, "faces", faces, edge, lo=[1, 1], faces=[.true., .false.]) == MPS_OK, "faces")
+    call must(mps_hook(sim, model("around"), other, inputs=[edge], outputs=[tau]) == MPS_OK, "faces")
+    faces = -1000
+    faces(:own(1) + 1, :) = b
+    call must(mps_step(other) == MPS_OK .and. right(t, 4), "faces of a periodic dim")
+    call must(mps_release(other) == MPS_OK .and. mps_release(edge) == MPS_OK, "release")
+    call must(mps_adopt(cart, [nx, ny], walled, sizes=own, periodic=[.false., .false.]) == MPS_OK, "adopt")
+    call must(mps_field_at(walled, "faces", MPS_FLOAT64, c_loc(faces), shape(faces), edge, lo=[1, 1], &
+                           faces=[.true., .false.]) == MPS_OK, "faces")
+    call must(mps_hook(walled, model("ring"), other, inputs=[edge], outputs=[edge]) == MPS_OK, "faces")
+    faces = -1000
+    call must(mps_step(other) == MPS_OK, "the last wall")
+    call must(all(faces(1:own(1) + 1, 1:own(2)) == 0), "the last wall")
+    call must(all(faces(own(1) + 2, :) == -1000) .and. all(faces(0, 1:own(2)) == -1000), "the host's own cells")
+    call must(mps_release(other) == MPS_OK .and. mps_release(walled) == MPS_OK .and. mps_release(edge) == MPS_OK, "release")
 
     call must(mps_hook(sim, model("raises_on_one"), other, inputs=[u], outputs=[tau]) == MPS_OK, "hook")
     call must(mps_step(other) == MPS_ERR_MODEL, "raises on one rank")

@@ -73,6 +73,15 @@ def test_a_model_on_the_ranks_of_fortran(programs, compiled, tmp_path):
     assert "EMBEDDED FORTRAN IS RIGHT" in done.stdout
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_staggered_grid_in_c(programs, compiled, tmp_path, ranks):
+    """On the ranks of the solver, and in another program."""
+    host = compiled(HERE / "staggered.c", tmp_path / "host")
+    done = programs((ranks, [host, HERE]), (2, [sys.executable, HERE / "staggered_model.py"]))
+    assert done.returncode == 0, done.stdout
+    assert "STAGGERED C IS RIGHT" in done.stdout
+
+
 def with_sources(name: str, folder: Path, *flags: str) -> Path:
     """Return a program in C that has the library's sources in it."""
     cc = wrapper("mpicc")

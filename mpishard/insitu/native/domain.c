@@ -179,7 +179,7 @@ static int strides_fit(const field_t *field)
 }
 
 static int described(sim_t *sim, field_t *field, int ndim, const int *dims, const int64_t *extents, const int64_t *lo,
-                     const int64_t *strides)
+                     const int64_t *strides, const int *faces)
 {
     layout_t *layout = &field->layout;
     layout->ndim = ndim;
@@ -206,8 +206,15 @@ static int described(sim_t *sim, field_t *field, int ndim, const int *dims, cons
             layout->borders[d] = malloc(((size_t)sim->grid[m] + 1) * sizeof(int64_t));
             if (layout->borders[d] == NULL) return fail(MPS_ERR_MEMORY, "field: no memory");
             memcpy(layout->borders[d], sim->borders[m], ((size_t)sim->grid[m] + 1) * sizeof(int64_t));
-            owned = sim->borders[m][sim->coords[m] + 1] - sim->borders[m][sim->coords[m]];
-        }
+            if (faces != NULL && faces[d]) {
+                field->faces |= 1 << m;
+                /* the last face of all is nobody's first */
+                if (!sim->periodic[m]) layout->shape[d] = ++layout->borders[d][sim->grid[m]];
+            }
+            owned = layout->borders[d][sim->coords[m] + 1] - layout->borders[d][sim->coords[m]];
+        } else if (faces != NULL && faces[d])
+            return fail(MPS_ERR_ARGUMENT, "field '%s': faces[%d] is %d\n  expected: 0 of an array dim that is none of the domain", field->name, d,
+                        faces[d]);
         if (field->lo[d] < 0 || extents[d] < field->lo[d] || extents[d] - field->lo[d] < owned)
             return fail(MPS_ERR_ARGUMENT, "field '%s': array dim %d is too short\n  expected: %lld ghost and %lld owned cells\n"
                         "  got:      an extent of %lld", field->name, d, (long long)field->lo[d], (long long)owned, (long long)extents[d]);
@@ -237,7 +244,7 @@ static int named(sim_t *sim, field_t *field, const char *name)
 }
 
 int field_made(int known, mps_handle handle, const char *name, int dtype, void *data, int ndim, const int *dims,
-               const int64_t *extents, const int64_t *lo, const int64_t *strides, mps_handle *out)
+               const int64_t *extents, const int64_t *lo, const int64_t *strides, const int *faces, mps_handle *out)
 {
     sim_t *sim = object_of(handle, OBJECT_SIM);
     if (out != NULL) *out = MPS_NULL;
@@ -252,12 +259,13 @@ int field_made(int known, mps_handle handle, const char *name, int dtype, void *
     int status = out != NULL ? known : fail(MPS_ERR_ARGUMENT, "field: no place for the field");
     if (!status) status = named(sim, field, name);
     if (!status && dtype_size(dtype) == 0) status = fail(MPS_ERR_ARGUMENT, "field '%s': dtype %d is none of MPS_BOOL...", field->name, dtype);
-    if (!status) status = described(sim, field, ndim, dims, extents, lo, strides);
+    if (!status) status = described(sim, field, ndim, dims, extents, lo, strides, faces);
     if (!status) status = field_usable(field, "field");
     if (!status) status = object_room("field");
     layout_t *layout = &field->layout;
     uint64_t sum = digest(digest(0, field->name, NAME_BYTES), &dtype, sizeof dtype);
     sum = digest(digest(sum, layout->shape, sizeof layout->shape), layout->shards, sizeof layout->shards);
+    sum = digest(sum, &field->faces, sizeof field->faces);
     status = circle_same(&sim->circle, status, own_limit(), sum, "field");
     if (status) {
         field_left(field);
@@ -272,7 +280,13 @@ int field_made(int known, mps_handle handle, const char *name, int dtype, void *
 int mps_field(mps_handle sim, const char *name, int dtype, void *data, int ndim, const int *dims, const int64_t *extents,
               const int64_t *lo, const int64_t *strides, mps_handle *field)
 {
-    return field_made(MPS_OK, sim, name, dtype, data, ndim, dims, extents, lo, strides, field);
+    return field_made(MPS_OK, sim, name, dtype, data, ndim, dims, extents, lo, strides, NULL, field);
+}
+
+int mps_field_staggered(mps_handle sim, const char *name, int dtype, void *data, int ndim, const int *dims,
+                        const int64_t *extents, const int64_t *lo, const int64_t *strides, const int *faces, mps_handle *field)
+{
+    return field_made(MPS_OK, sim, name, dtype, data, ndim, dims, extents, lo, strides, faces, field);
 }
 
 void field_left(field_t *field)

@@ -5,7 +5,7 @@
 int mps_adopt_f(MPI_Fint comm, int ndim, const int64_t *shape, const int *grid, const int64_t *sizes, const int *periodic,
                 const int *lengths, mps_handle *sim);
 int mps_field_f(mps_handle sim, const char *name, int dtype, void *data, int ndim, const int *dims, const int64_t *extents,
-                const int64_t *lo, const int64_t *strides, const int *lengths, mps_handle *field);
+                const int64_t *lo, const int64_t *strides, const int *faces, const int *lengths, mps_handle *field);
 int mps_comm_f(mps_handle program, MPI_Fint *comm);
 #pragma GCC visibility pop
 
@@ -30,10 +30,11 @@ int mps_adopt_f(MPI_Fint comm, int ndim, const int64_t *shape, const int *grid, 
 }
 
 int mps_field_f(mps_handle sim, const char *name, int dtype, void *data, int ndim, const int *dims, const int64_t *extents,
-                const int64_t *lo, const int64_t *strides, const int *lengths, mps_handle *field)
+                const int64_t *lo, const int64_t *strides, const int *faces, const int *lengths, mps_handle *field)
 {
-    static const char *const names[] = {"lo", "dims"};
-    return field_made(lengths_fit("field", names, 2, lengths, ndim), sim, name, dtype, data, ndim, dims, extents, lo, strides, field);
+    static const char *const names[] = {"lo", "dims", "faces"};
+    int status = lengths_fit("field", names, 3, lengths, ndim);
+    return field_made(status, sim, name, dtype, data, ndim, dims, extents, lo, strides, faces, field);
 }
 
 int mps_comm_f(mps_handle program, MPI_Fint *comm)

@@ -24,8 +24,9 @@ module mpishard
     integer, parameter, public :: MPS_FLOAT16 = 9, MPS_BFLOAT16 = 10, MPS_FLOAT32 = 11, MPS_FLOAT64 = 12
     integer, parameter, public :: MPS_COMPLEX64 = 13, MPS_COMPLEX128 = 14
 
-    ! mps_field(sim, name, array, field, lo, dims): lo(d) ghost cells lie before the owned ones (none if not given);
-    ! array dim d is dim dims(d) of the domain, counted from 1, 0 for another (all in order if not given). The array is
+    ! mps_field(sim, name, array, field, lo, dims, faces): lo(d) ghost cells lie before the owned ones (none if not given);
+    ! array dim d is dim dims(d) of the domain, counted from 1, 0 for another (all in order if not given); where faces(d),
+    ! it has a point more than cells, of which the first of every rank is its own, the last only at the end. The array is
     ! a target that lives until the field is released; it may be a section of another, or a part of structures (s%a): a
     ! pointer, as compilers hand on a copy of some of these otherwise, of which nothing is left after the call
     interface mps_field
@@ -57,13 +58,13 @@ module mpishard
             integer(c_int), intent(in) :: lengths(*)
             type(mps_handle), intent(out) :: sim
         end function
-        integer(c_int) function c_field(sim, name, dtype, data, ndim, dims, extents, lo, strides, lengths, field) &
-            bind(c, name="mps_field_f")
+        integer(c_int) function c_field(sim, name, dtype, data, ndim, dims, extents, lo, strides, faces, &
+            lengths, field) bind(c, name="mps_field_f")
             import
             type(mps_handle), value :: sim
             character(kind=c_char), intent(in) :: name(*)
             integer(c_int), value :: dtype, ndim
-            type(c_ptr), value :: data, dims
+            type(c_ptr), value :: data, dims, faces
             integer(c_int64_t), intent(in) :: extents(*), lo(*), strides(*)
             integer(c_int), intent(in) :: lengths(*)
             type(mps_handle), intent(out) :: field
@@ -197,7 +198,7 @@ contains
     end function
 
     ! an array of any kind and rank, dense in Fortran's order
-    integer function mps_field_at(sim, name, dtype, data, extents, field, lo, dims) result(status)
+    integer function mps_field_at(sim, name, dtype, data, extents, field, lo, dims, faces) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer, intent(in) :: dtype
@@ -205,6 +206,7 @@ contains
         integer, intent(in) :: extents(:)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
+        logical, intent(in), optional :: faces(:)
         integer(c_int64_t) :: strides(size(extents))
         integer :: d
         integer, parameter :: nbytes(0:14) = [1, 1, 1, 2, 4, 8, 2, 4, 8, 2, 2, 4, 8, 8, 16]
@@ -213,10 +215,10 @@ contains
         do d = 2, size(extents)
             strides(d) = strides(d - 1) * extents(d - 1)
         end do
-        status = made(sim, name, dtype, data, extents, strides, field, lo, dims)
+        status = made(sim, name, dtype, data, extents, strides, field, lo, dims, faces)
     end function
 
-    integer function made(sim, name, dtype, data, extents, strides, field, lo, dims) result(status)
+    integer function made(sim, name, dtype, data, extents, strides, field, lo, dims, faces) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer, intent(in) :: dtype, extents(:)
@@ -224,10 +226,11 @@ contains
         integer(c_int64_t), intent(in) :: strides(:)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
+        logical, intent(in), optional :: faces(:)
         integer(c_int64_t), allocatable :: ghosts(:)
-        integer(c_int), allocatable, target :: numbers(:)
-        type(c_ptr) :: at
-        integer(c_int) :: lengths(2)
+        integer(c_int), allocatable, target :: numbers(:), flags(:)
+        type(c_ptr) :: at(2)
+        integer(c_int) :: lengths(3)
         at = c_null_ptr
         lengths = size(extents)
         allocate(ghosts(size(extents)), source=0_c_int64_t)
@@ -237,33 +240,39 @@ contains
         end if
         if (present(dims)) then
             allocate(numbers, source=int(dims - 1, c_int))
-            at = c_loc(numbers)
+            at(1) = c_loc(numbers)
             lengths(2) = size(dims)
         end if
-        status = c_field(sim, trim(name) // c_null_char, dtype, data, size(extents), at, int(extents, c_int64_t), &
-                         ghosts, strides, lengths, field)
+        if (present(faces)) then
+            allocate(flags, source=merge(1_c_int, 0_c_int, faces))
+            at(2) = c_loc(flags)
+            lengths(3) = size(faces)
+        end if
+        status = c_field(sim, trim(name) // c_null_char, dtype, data, size(extents), at(1), int(extents, c_int64_t), &
+                         ghosts, strides, at(2), lengths, field)
     end function
 
     ! an array that may be a section of another: cells(1) is its first cell, cells(1 + d) the next one along dim d
-    integer function placed(sim, name, dtype, cells, extents, field, lo, dims) result(status)
+    integer function placed(sim, name, dtype, cells, extents, field, lo, dims, faces) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer, intent(in) :: dtype, extents(:)
         type(c_ptr), intent(in) :: cells(:)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
+        logical, intent(in), optional :: faces(:)
         integer(c_int64_t) :: strides(size(extents))
         integer(c_intptr_t) :: first
         integer :: d
         if (any(extents == 0)) then
-            status = mps_field_at(sim, name, dtype, c_null_ptr, extents, field, lo, dims)
+            status = mps_field_at(sim, name, dtype, c_null_ptr, extents, field, lo, dims, faces)
             return
         end if
         first = transfer(cells(1), first)
         do d = 1, size(extents)
             strides(d) = transfer(cells(1 + d), first) - first
         end do
-        status = made(sim, name, dtype, cells(1), extents, strides, field, lo, dims)
+        status = made(sim, name, dtype, cells(1), extents, strides, field, lo, dims, faces)
     end function
 
     integer function mps_join(name, program, timeout) result(status)
@@ -320,12 +329,13 @@ contains
         if (present(step) .and. status == MPS_OK) step = int(number)
     end function
 
-    integer function field_real32_1(sim, name, array, field, lo, dims) result(status)
+    integer function field_real32_1(sim, name, array, field, lo, dims, faces) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         real(c_float), pointer, intent(in) :: array(:)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
+        logical, intent(in), optional :: faces(:)
         type(c_ptr) :: cells(2)
         integer :: extents(1), a(1), b(1)
         extents = 0
@@ -333,15 +343,16 @@ contains
         a = lbound(array)
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1))), c_loc(array(b(1)))]
-        status = placed(sim, name, MPS_FLOAT32, cells, extents, field, lo, dims)
+        status = placed(sim, name, MPS_FLOAT32, cells, extents, field, lo, dims, faces)
     end function
 
-    integer function field_real32_2(sim, name, array, field, lo, dims) result(status)
+    integer function field_real32_2(sim, name, array, field, lo, dims, faces) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         real(c_float), pointer, intent(in) :: array(:, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
+        logical, intent(in), optional :: faces(:)
         type(c_ptr) :: cells(3)
         integer :: extents(2), a(2), b(2)
         extents = 0
@@ -350,15 +361,16 @@ contains
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2))), c_loc(array(b(1), a(2))), &
                                        c_loc(array(a(1), b(2)))]
-        status = placed(sim, name, MPS_FLOAT32, cells, extents, field, lo, dims)
+        status = placed(sim, name, MPS_FLOAT32, cells, extents, field, lo, dims, faces)
     end function
 
-    integer function field_real32_3(sim, name, array, field, lo, dims) result(status)
+    integer function field_real32_3(sim, name, array, field, lo, dims, faces) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         real(c_float), pointer, intent(in) :: array(:, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
+        logical, intent(in), optional :: faces(:)
         type(c_ptr) :: cells(4)
         integer :: extents(3), a(3), b(3)
         extents = 0
@@ -367,15 +379,16 @@ contains
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3))), c_loc(array(b(1), a(2), a(3))), &
                                        c_loc(array(a(1), b(2), a(3))), c_loc(array(a(1), a(2), b(3)))]
-        status = placed(sim, name, MPS_FLOAT32, cells, extents, field, lo, dims)
+        status = placed(sim, name, MPS_FLOAT32, cells, extents, field, lo, dims, faces)
     end function
 
-    integer function field_real32_4(sim, name, array, field, lo, dims) result(status)
+    integer function field_real32_4(sim, name, array, field, lo, dims, faces) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         real(c_float), pointer, intent(in) :: array(:, :, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
+        logical, intent(in), optional :: faces(:)
         type(c_ptr) :: cells(5)
         integer :: extents(4), a(4), b(4)
         extents = 0
@@ -385,15 +398,16 @@ contains
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3), a(4))), c_loc(array(b(1), a(2), a(3), a(4))), &
                                        c_loc(array(a(1), b(2), a(3), a(4))), c_loc(array(a(1), a(2), b(3), a(4))), &
                                        c_loc(array(a(1), a(2), a(3), b(4)))]
-        status = placed(sim, name, MPS_FLOAT32, cells, extents, field, lo, dims)
+        status = placed(sim, name, MPS_FLOAT32, cells, extents, field, lo, dims, faces)
     end function
 
-    integer function field_real64_1(sim, name, array, field, lo, dims) result(status)
+    integer function field_real64_1(sim, name, array, field, lo, dims, faces) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         real(c_double), pointer, intent(in) :: array(:)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
+        logical, intent(in), optional :: faces(:)
         type(c_ptr) :: cells(2)
         integer :: extents(1), a(1), b(1)
         extents = 0
@@ -401,15 +415,16 @@ contains
         a = lbound(array)
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1))), c_loc(array(b(1)))]
-        status = placed(sim, name, MPS_FLOAT64, cells, extents, field, lo, dims)
+        status = placed(sim, name, MPS_FLOAT64, cells, extents, field, lo, dims, faces)
     end function
 
-    integer function field_real64_2(sim, name, array, field, lo, dims) result(status)
+    integer function field_real64_2(sim, name, array, field, lo, dims, faces) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         real(c_double), pointer, intent(in) :: array(:, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
+        logical, intent(in), optional :: faces(:)
         type(c_ptr) :: cells(3)
         integer :: extents(2), a(2), b(2)
         extents = 0
@@ -418,15 +433,16 @@ contains
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2))), c_loc(array(b(1), a(2))), &
                                        c_loc(array(a(1), b(2)))]
-        status = placed(sim, name, MPS_FLOAT64, cells, extents, field, lo, dims)
+        status = placed(sim, name, MPS_FLOAT64, cells, extents, field, lo, dims, faces)
     end function
 
-    integer function field_real64_3(sim, name, array, field, lo, dims) result(status)
+    integer function field_real64_3(sim, name, array, field, lo, dims, faces) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         real(c_double), pointer, intent(in) :: array(:, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
+        logical, intent(in), optional :: faces(:)
         type(c_ptr) :: cells(4)
         integer :: extents(3), a(3), b(3)
         extents = 0
@@ -435,15 +451,16 @@ contains
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3))), c_loc(array(b(1), a(2), a(3))), &
                                        c_loc(array(a(1), b(2), a(3))), c_loc(array(a(1), a(2), b(3)))]
-        status = placed(sim, name, MPS_FLOAT64, cells, extents, field, lo, dims)
+        status = placed(sim, name, MPS_FLOAT64, cells, extents, field, lo, dims, faces)
     end function
 
-    integer function field_real64_4(sim, name, array, field, lo, dims) result(status)
+    integer function field_real64_4(sim, name, array, field, lo, dims, faces) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         real(c_double), pointer, intent(in) :: array(:, :, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
+        logical, intent(in), optional :: faces(:)
         type(c_ptr) :: cells(5)
         integer :: extents(4), a(4), b(4)
         extents = 0
@@ -453,15 +470,16 @@ contains
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3), a(4))), c_loc(array(b(1), a(2), a(3), a(4))), &
                                        c_loc(array(a(1), b(2), a(3), a(4))), c_loc(array(a(1), a(2), b(3), a(4))), &
                                        c_loc(array(a(1), a(2), a(3), b(4)))]
-        status = placed(sim, name, MPS_FLOAT64, cells, extents, field, lo, dims)
+        status = placed(sim, name, MPS_FLOAT64, cells, extents, field, lo, dims, faces)
     end function
 
-    integer function field_int32_1(sim, name, array, field, lo, dims) result(status)
+    integer function field_int32_1(sim, name, array, field, lo, dims, faces) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer(c_int32_t), pointer, intent(in) :: array(:)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
+        logical, intent(in), optional :: faces(:)
         type(c_ptr) :: cells(2)
         integer :: extents(1), a(1), b(1)
         extents = 0
@@ -469,15 +487,16 @@ contains
         a = lbound(array)
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1))), c_loc(array(b(1)))]
-        status = placed(sim, name, MPS_INT32, cells, extents, field, lo, dims)
+        status = placed(sim, name, MPS_INT32, cells, extents, field, lo, dims, faces)
     end function
 
-    integer function field_int32_2(sim, name, array, field, lo, dims) result(status)
+    integer function field_int32_2(sim, name, array, field, lo, dims, faces) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer(c_int32_t), pointer, intent(in) :: array(:, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
+        logical, intent(in), optional :: faces(:)
         type(c_ptr) :: cells(3)
         integer :: extents(2), a(2), b(2)
         extents = 0
@@ -486,15 +505,16 @@ contains
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2))), c_loc(array(b(1), a(2))), &
                                        c_loc(array(a(1), b(2)))]
-        status = placed(sim, name, MPS_INT32, cells, extents, field, lo, dims)
+        status = placed(sim, name, MPS_INT32, cells, extents, field, lo, dims, faces)
     end function
 
-    integer function field_int32_3(sim, name, array, field, lo, dims) result(status)
+    integer function field_int32_3(sim, name, array, field, lo, dims, faces) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer(c_int32_t), pointer, intent(in) :: array(:, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
+        logical, intent(in), optional :: faces(:)
         type(c_ptr) :: cells(4)
         integer :: extents(3), a(3), b(3)
         extents = 0
@@ -503,15 +523,16 @@ contains
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3))), c_loc(array(b(1), a(2), a(3))), &
                                        c_loc(array(a(1), b(2), a(3))), c_loc(array(a(1), a(2), b(3)))]
-        status = placed(sim, name, MPS_INT32, cells, extents, field, lo, dims)
+        status = placed(sim, name, MPS_INT32, cells, extents, field, lo, dims, faces)
     end function
 
-    integer function field_int32_4(sim, name, array, field, lo, dims) result(status)
+    integer function field_int32_4(sim, name, array, field, lo, dims, faces) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer(c_int32_t), pointer, intent(in) :: array(:, :, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
+        logical, intent(in), optional :: faces(:)
         type(c_ptr) :: cells(5)
         integer :: extents(4), a(4), b(4)
         extents = 0
@@ -521,15 +542,16 @@ contains
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3), a(4))), c_loc(array(b(1), a(2), a(3), a(4))), &
                                        c_loc(array(a(1), b(2), a(3), a(4))), c_loc(array(a(1), a(2), b(3), a(4))), &
                                        c_loc(array(a(1), a(2), a(3), b(4)))]
-        status = placed(sim, name, MPS_INT32, cells, extents, field, lo, dims)
+        status = placed(sim, name, MPS_INT32, cells, extents, field, lo, dims, faces)
     end function
 
-    integer function field_int64_1(sim, name, array, field, lo, dims) result(status)
+    integer function field_int64_1(sim, name, array, field, lo, dims, faces) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer(c_int64_t), pointer, intent(in) :: array(:)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
+        logical, intent(in), optional :: faces(:)
         type(c_ptr) :: cells(2)
         integer :: extents(1), a(1), b(1)
         extents = 0
@@ -537,15 +559,16 @@ contains
         a = lbound(array)
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1))), c_loc(array(b(1)))]
-        status = placed(sim, name, MPS_INT64, cells, extents, field, lo, dims)
+        status = placed(sim, name, MPS_INT64, cells, extents, field, lo, dims, faces)
     end function
 
-    integer function field_int64_2(sim, name, array, field, lo, dims) result(status)
+    integer function field_int64_2(sim, name, array, field, lo, dims, faces) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer(c_int64_t), pointer, intent(in) :: array(:, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
+        logical, intent(in), optional :: faces(:)
         type(c_ptr) :: cells(3)
         integer :: extents(2), a(2), b(2)
         extents = 0
@@ -554,15 +577,16 @@ contains
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2))), c_loc(array(b(1), a(2))), &
                                        c_loc(array(a(1), b(2)))]
-        status = placed(sim, name, MPS_INT64, cells, extents, field, lo, dims)
+        status = placed(sim, name, MPS_INT64, cells, extents, field, lo, dims, faces)
     end function
 
-    integer function field_int64_3(sim, name, array, field, lo, dims) result(status)
+    integer function field_int64_3(sim, name, array, field, lo, dims, faces) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer(c_int64_t), pointer, intent(in) :: array(:, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
+        logical, intent(in), optional :: faces(:)
         type(c_ptr) :: cells(4)
         integer :: extents(3), a(3), b(3)
         extents = 0
@@ -571,15 +595,16 @@ contains
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3))), c_loc(array(b(1), a(2), a(3))), &
                                        c_loc(array(a(1), b(2), a(3))), c_loc(array(a(1), a(2), b(3)))]
-        status = placed(sim, name, MPS_INT64, cells, extents, field, lo, dims)
+        status = placed(sim, name, MPS_INT64, cells, extents, field, lo, dims, faces)
     end function
 
-    integer function field_int64_4(sim, name, array, field, lo, dims) result(status)
+    integer function field_int64_4(sim, name, array, field, lo, dims, faces) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer(c_int64_t), pointer, intent(in) :: array(:, :, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
+        logical, intent(in), optional :: faces(:)
         type(c_ptr) :: cells(5)
         integer :: extents(4), a(4), b(4)
         extents = 0
@@ -589,6 +614,6 @@ contains
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3), a(4))), c_loc(array(b(1), a(2), a(3), a(4))), &
                                        c_loc(array(a(1), b(2), a(3), a(4))), c_loc(array(a(1), a(2), b(3), a(4))), &
                                        c_loc(array(a(1), a(2), a(3), b(4)))]
-        status = placed(sim, name, MPS_INT64, cells, extents, field, lo, dims)
+        status = placed(sim, name, MPS_INT64, cells, extents, field, lo, dims, faces)
     end function
 end module

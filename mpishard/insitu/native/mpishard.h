@@ -66,6 +66,11 @@ int mps_adopt(MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, co
  */
 int mps_field(mps_handle sim, const char *name, int dtype, void *data, int ndim, const int *dims,
               const int64_t *extents, const int64_t *lo, const int64_t *strides, mps_handle *field);
+/* The same of an array with a point more than cells (staggered grids): where faces[d] is not 0, along array dim d. A face
+ * between two ranks is owned by the one above it, as its first; the last rank of a dim that is not periodic owns the last
+ * face as well. What the array has beyond is ghost cells, the copy of the next rank's first face too. */
+int mps_field_staggered(mps_handle sim, const char *name, int dtype, void *data, int ndim, const int *dims,
+                        const int64_t *extents, const int64_t *lo, const int64_t *strides, const int *faces, mps_handle *field);
 /* The same field in another array of the same extents, strides and ghosts: time levels. Collective over the domain's ranks:
  * where one gives a wrong address, all get the error, and the field stays where it was. */
 int mps_rebind(mps_handle field, void *data);

@@ -116,7 +116,7 @@ typedef struct {
 int sim_made(int known, MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, const int64_t *sizes, const int *periodic,
              mps_handle *handle);
 int field_made(int known, mps_handle handle, const char *name, int dtype, void *data, int ndim, const int *dims,
-               const int64_t *extents, const int64_t *lo, const int64_t *strides, mps_handle *out);
+               const int64_t *extents, const int64_t *lo, const int64_t *strides, const int *faces, mps_handle *out);
 void sim_left(sim_t *sim);
 
 struct field_s {
@@ -124,6 +124,7 @@ struct field_s {
     char name[NAME_BYTES], *data;
     int64_t strides[MAX_DIMS], extents[MAX_DIMS], lo[MAX_DIMS], python;
     int binding, bound; /* counts of mps_rebind, and how many of them Python has heard of */
+    int faces;          /* bits: dims of the domain between whose cells the values lie */
     layout_t layout;
     sim_t *sim;
     field_t *next;

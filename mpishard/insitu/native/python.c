@@ -15,7 +15,7 @@
 #include <string.h>
 #include <wchar.h>
 
-enum { DOOR_VERSION = 1, PATH_BYTES = 4096 };
+enum { DOOR_VERSION = 2, PATH_BYTES = 4096 };
 enum { ADOPT, FIELD, REBIND, HOOK, STEP, START, WAIT, RELEASE };
 
 static struct {
@@ -216,16 +216,18 @@ static int64_t shown(const field_t *field)
 static int known(field_t *field)
 {
     sim_t *sim = field->sim;
-    int64_t numbers[4 + 5 * MAX_DIMS], *at = numbers;
+    int64_t numbers[5 + 5 * MAX_DIMS], *at = numbers;
     if (field->python) return MPS_OK;
     *at++ = sim->python;
     *at++ = field->dtype;
     *at++ = shown(field);
     *at++ = field->layout.ndim;
+    *at++ = field->faces;
     for (int d = 0; d < field->layout.ndim; d++) {
         int m = sim->ndim - 1;
         while (m >= 0 && field->layout.shards[m] != d) m--;
-        int64_t owned = m < 0 ? field->layout.shape[d] : sim->borders[m][sim->coords[m] + 1] - sim->borders[m][sim->coords[m]];
+        const int64_t *borders = field->layout.borders[d];
+        int64_t owned = m < 0 ? field->layout.shape[d] : borders[sim->coords[m] + 1] - borders[sim->coords[m]];
         int64_t lo = m < 0 ? 0 : field->lo[d], extent = m < 0 ? owned : field->extents[d];
         *at++ = m;
         *at++ = extent;

@@ -59,7 +59,7 @@ def require_one_mpi(host: str) -> None:
 
 
 door = Door.from_address(globals()["DOOR"])
-if door.version != 1:
+if door.version != 2:
     raise ImportError("libmpishard is of another version: mpishard config --build compiles it anew")
 require_one_mpi(door.text.decode(errors="ignore").strip())
 hook = sys.excepthook
