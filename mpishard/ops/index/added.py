@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from mpishard.layout import Layout, Partial, Replicate, Shard, layout_of
 from mpishard.ops.rule.agreement import agreed, blank, in_range
 from mpishard.ops.rule.dim import CACHED
+from mpishard.ops.rule.reduction import HALVES
 from mpishard.tensor.operand import moved, on_mesh, resolved
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -73,3 +74,13 @@ def add(x: ShardTensor, dim: int, index: Tensor, src: Any, call: Callable[[Tenso
     )
     x.block.add_(moved(wrap(sums, plan.sums, mesh), x.sharding).block)
     return True
+
+
+def put_sums(block: Tensor, items: Sequence[Tensor | None], values: Tensor) -> Tensor:
+    """Add values at cells of a block, in place. Not collective.
+
+    Many of a half type are added up in float32, as torch's ``index_add`` does: its ``index_put`` does not.
+    """
+    if block.dtype not in HALVES:
+        return torch.ops.aten.index_put_(block, items, values, True)  # type: ignore[no-any-return]
+    return block.copy_(torch.ops.aten.index_put(block.float(), items, values.float(), True))

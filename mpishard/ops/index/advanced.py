@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.compiled import linear_by_values
-from mpishard.autograd.linear import Step, pair
+from mpishard.autograd.linear import Step, apply, pair
 from mpishard.autograd.redistribute import cells_step
 from mpishard.autograd.rows import Rows
 from mpishard.autograd.use import use
@@ -26,10 +26,12 @@ from mpishard.comm.memory.buffer import outside
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError
 from mpishard.layout import Layout, Placement, Replicate, Shard, holders, layout_of, spans_of
+from mpishard.ops.index.added import put_sums
 from mpishard.ops.index.basic import indexed
 from mpishard.ops.index.masked import picked_where
 from mpishard.ops.rule.agreement import agreed, blank, checked, in_range
 from mpishard.ops.rule.dim import normal_dim, settled
+from mpishard.ops.rule.reduction import HALVES
 from mpishard.tensor.operand import beside, broadcast_of, fitted, mesh_of, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import implements, tensors_in
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -244,7 +246,13 @@ def _of_whole_dims(
             torch.ops.aten.index(blank(shape, indices[0]), at_dims(ndim, dims, indices))
 
     def pick(*indices: Tensor) -> Tensor:
-        return torch.ops.aten.index(block, at_dims(ndim, dims, indices))  # type: ignore[no-any-return]
+        items = at_dims(ndim, dims, indices)
+        if block.dtype not in HALVES:
+            return torch.ops.aten.index(block, items)  # type: ignore[no-any-return]
+        # of one cell many gradients may be added up
+        return apply(
+            pair(lambda x: torch.ops.aten.index(x, items), lambda g: put_sums(g.new_zeros(shape), items, g)), block
+        )
 
     return agreed(pick, mesh, layouts, *indices, check=check)
 
@@ -371,7 +379,7 @@ def _fetch(x: ShardTensor, points: Points, indices: Sequence[Tensor]) -> ShardTe
         def back(g: Tensor) -> Tensor:
             g = g.reshape(*g.shape[:at], hi - lo, *g.shape[at + len(shape) :]).index_select(at, go)
             block = g.new_zeros(layout.local_shape(mesh.coords))
-            return torch.ops.aten.index_put_(block, items, travel.adjoint(g), True)  # type: ignore[no-any-return]
+            return put_sums(block, items, travel.adjoint(g))
 
         return pair(fetch, back)
 

@@ -118,7 +118,7 @@ def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool
 
 
 def _sums(dim: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return lambda zeros, cells, values: torch.ops.aten.index_put(zeros, [*[None] * dim, cells], values, True)
+    return lambda zeros, cells, values: added.put_sums(zeros, [*[None] * dim, cells], values)
 
 
 def _check_dtype(y: ShardTensor, value: Any, one: bool) -> None:
@@ -133,7 +133,13 @@ def _check_dtype(y: ShardTensor, value: Any, one: bool) -> None:
 def _written(block: Tensor, items: list[Tensor | None], value: Tensor, accumulate: bool, y: ShardTensor) -> Tensor:
     """Write into a block of ``y``. Collective where one is empty: torch checks nothing there."""
     layouts = with_empty_blocks(y.sharding)
-    return agreed(lambda: torch.ops.aten.index_put_(block, items, value, accumulate), y.mesh, layouts)  # type: ignore[no-any-return]
+
+    def write() -> Tensor:
+        if accumulate:
+            return added.put_sums(block, items, value)
+        return torch.ops.aten.index_put_(block, items, value, False)  # type: ignore[no-any-return]
+
+    return agreed(write, y.mesh, layouts)
 
 
 def _put_compiled(

@@ -25,6 +25,7 @@ from mpishard.ops.rule.dim import (
     resized,
     whole_along,
 )
+from mpishard.ops.rule.reduction import HALVES
 from mpishard.tensor.operand import fitted, mesh_of, moved, replicated_layout, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -221,7 +222,11 @@ def index_reduce(
         raise RuntimeError(f"index_reduce(): expected source of shape {shape}, but got {list(source.shape)}")
     whole = whole_along(x, (d,))
     cells = fitted(source, x.mesh, resized(whole.sharding, d, index.numel()))
-    local = whole.block.index_reduce(d, index, cells, reduce, include_self=include_self)
+    block = whole.block
+    if block.dtype in HALVES and reduce == "prod" and cells.dtype == block.dtype:
+        # torch has no kernel of these for rows of one cell, as those of some ranks may be
+        block, cells = block.float(), cells.float()
+    local = block.index_reduce(d, index, cells, reduce, include_self=include_self).to(whole.dtype)
     return moved(wrap(local, whole.sharding, x.mesh), x.sharding)
 
 

@@ -201,7 +201,8 @@ def _areas(y: Any, x: Any, dim: int) -> tuple[Any, int]:
 @implements(torch.trapezoid, torch.trapz, sharded="reduction")
 def trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Any:
     """Integrate along a dim by trapezoids. Collective where it is sharded."""
-    if x is None and not (y.is_floating_point() or y.is_complex()) and y.shape[dim]:
+    # by torch's steps, where another order goes around or overflows: sums of a half type are added up in float32
+    if x is None and (y.dtype in HALVES or not (y.is_floating_point() or y.is_complex())) and y.shape[dim]:
         return (y.sum(dim) - (y.select(dim, 0) + y.select(dim, -1)) * 0.5) * dx
     areas, dim = _areas(y, x, dim)
     return areas.sum(dim) / 2 if x is not None else areas.sum(dim) / 2 * dx

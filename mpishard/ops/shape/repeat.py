@@ -33,7 +33,9 @@ def repeat(self: ShardTensor, *given: Any, repeats: Any = None) -> ShardTensor:
     x = wrap(x.block.repeat(whole), layout, x.mesh)
     for d, n in enumerate(counts):
         if n != whole[d]:
-            x = cat([x] * n, d) if n else x.narrow(d, 0, 0)
+            # with one gradient of all copies: of a half type it is added up in float32
+            copies = [wrap(c, x.sharding, x.mesh) for c in x.block.expand(n, *x.block.shape).unbind()]
+            x = cat(copies, d) if n else x.narrow(d, 0, 0)
     return x
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mpishard as ms
-from tests.compare import WORLD, compare, drawn_sizes, mesh_of, mesh_shapes, shard
+from tests.compare import WORLD, compare, drawn_sizes, gathered, layouts, mesh_of, mesh_shapes, shard
 from tests.ops.windows import field
 
 NODES, EDGES = 5, 23
@@ -98,3 +98,33 @@ def test_an_index_of_the_shape_of_values_that_broadcast(sizes):
     mesh = mesh_of((WORLD.size,))
     operands = [(field(2, 3), mesh, (ms.Shard(0),), None), (field(3, 3), mesh, (ms.Shard(0),), cut)]
     compare(lambda x, s: x.index_put((index,), s, accumulate=True), operands)
+
+
+def _gradient(f):
+    def of(x):
+        return torch.autograd.grad(f(x).sum(), x)[0]
+
+    return of
+
+
+TURNS = torch.arange(900) % 2
+MANY = {
+    "index_add": lambda x: torch.zeros_like(x).index_add(0, TURNS, x),
+    "index_add, last dim": lambda x: torch.zeros_like(x.T).index_add(1, TURNS, x.T),
+    "few cells": lambda x: x.new_zeros(2, 3).index_add(0, TURNS, x),
+    "index_select": _gradient(lambda x: x.index_select(0, TURNS)),
+    "index_select, last dim": _gradient(lambda x: x.T.index_select(1, TURNS)),
+    "repeat": _gradient(lambda x: x[:2].repeat(450, 1)),
+    "repeat, last dim": _gradient(lambda x: x.T[:, :2].repeat(1, 450)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MANY)
+def test_many_of_16_bits_are_added_up_in_float32(name, dtype):
+    """In bfloat16 256 and one are 256."""
+    full = torch.ones(900, 3, dtype=dtype)
+    expected = MANY[name](full.clone().requires_grad_())
+    for mesh, placements, sizes in layouts((900, 3), (0, 1), 1):
+        got = MANY[name](shard(full, mesh, placements, sizes, requires_grad=True))
+        torch.testing.assert_close(gathered(got), expected.detach(), rtol=2**-7, atol=0)

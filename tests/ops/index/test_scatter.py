@@ -113,6 +113,22 @@ def test_index_reduce(reduce):
     both(lambda x, s: x.index_reduce(1, index, s, reduce, include_self=False), field(6, 5), field(6, 4), (0, 1), 1)
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_16_bits_where_a_block_has_one_column(dtype):
+    """Torch has no kernel for these, and raised on that rank alone."""
+    n = 2 * WORLD.size
+    full, index = field(5, n).to(dtype), torch.arange(7) % 5
+    source = field(7, n).to(dtype)
+    sizes = {1: (n - WORLD.size + 1, *(1,) * (WORLD.size - 1))}
+    x, s = (shard(t, mesh_of((WORLD.size,)), [ms.Shard(1)], sizes) for t in (full, source))
+    for include in (True, False):
+        got = x.index_reduce(0, index, s, "prod", include_self=include)
+        expected = full.index_reduce(0, index, source, "prod", include_self=include)
+        assert got.dtype == dtype
+        torch.testing.assert_close(gathered(got), expected, rtol=2**-6, atol=1e-4)
+
+
 def test_a_plain_tensor_is_written_into():
     """It stays whole on every rank: what is sharded is gathered."""
     rows, cells = torch.tensor([3, 0, 3, 7, 1, 0]), torch.arange(24).reshape(6, 4) * 5 % 9

@@ -626,3 +626,11 @@ def test_without_cells():
 def test_matrix_norms_of_whole_numbers_are_refused():
     for order in (1, -1, INF, "fro", 2):
         refused_alike(lambda x, order=order: torch.linalg.matrix_norm(x, order), ties(4, 5).long())
+
+
+def test_integrals_of_float16_overflow_where_those_of_torch_do():
+    """Twice the area is beyond the range, and the area is not."""
+    full = torch.full((3, 21), 2500.0, dtype=torch.float16)
+    for mesh, placements, sizes in layouts(full.shape, (0, 1), 1):
+        got = torch.trapezoid(shard(full, mesh, placements, sizes), dim=1)
+        torch.testing.assert_close(gathered(got), torch.trapezoid(full, dim=1))
