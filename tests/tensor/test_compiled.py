@@ -216,6 +216,34 @@ def test_what_is_written_into_is_the_callers():
     torch.testing.assert_close([gathered(o) for o in (*outs, x)], [*expected, full])
 
 
+def _added_to_a_column(x):
+    y = x * 1
+    y[:, 0] += 1
+    y[1:] *= x[1:]
+    return y
+
+
+def _shifted(x):
+    y = x * 1
+    y[1:, 2] = y[:-1, 1].clone()
+    y[0] -= y[-1]
+    return y
+
+
+@pytest.mark.parametrize("f", [_added_to_a_column, _shifted])
+@pytest.mark.parametrize("grad", [True, False])
+def test_parts_are_written_in_place(f, grad):
+    """Python writes what ``y[:, 0] += 1`` gives into ``y`` once more: it lies there already."""
+    whole = field(3 * SIZE, 4).requires_grad_(grad)
+    for dim, sizes in ((0, None), (0, {0: skew(3 * SIZE, SIZE)}), (1, None)):
+        x = shard(whole.detach(), mesh_of((SIZE,)), (ms.Shard(dim),), sizes, requires_grad=grad)
+        compiled, expected = torch.compile(f, backend="aot_eager", fullgraph=True)(x), f(whole)
+        torch.testing.assert_close(gathered(compiled), expected.detach())
+        if grad:
+            got, wanted = (torch.autograd.grad(y.square().sum(), t)[0] for y, t in ((compiled, x), (expected, whole)))
+            torch.testing.assert_close(gathered(got), wanted)
+
+
 def test_autocast_is_that_of_the_call():
     x = shard(field(2 * SIZE, 8).float(), mesh_of((SIZE,)), (ms.Shard(0),))
     layer = nn.Linear(8, 3)
