@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,7 +49,7 @@ class Schedule:
         self._forward: Turn | None = None
         # of a layer that has computed, for the next one
         self._kept: Unit | None = None
-        self._backward: Unit | None = None
+        self._computing, self._differentiating = _Order(), _Order()
         self._task = -1
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Schedule:
@@ -57,28 +57,22 @@ class Schedule:
 
     def rest(self) -> None:
         """Note that no layer computes, before and after the model. Collective where it did not go as last time."""
-        last, self._forward = self._forward, None
+        self._forward = None
         self._keep(None)
-        if last is not None and last.unit.after is not None:
-            last.unit.after.free()
+        self._computing.end()
 
     def forward(self, turn: Turn) -> None:
         """Note that a layer computes, and send for the unit that followed its own last time. Collective."""
-        last, unit = self._forward, turn.unit
-        self._forward = turn
-        self._keep(unit)
+        last, self._forward = self._forward, turn
+        self._keep(turn.unit)
         if last is not None:
             last.after = turn
-            if last.unit is unit:
-                return
-            last.unit.after = unit
-        if unit.after is not None:
-            unit.after.start()
+        self._computing.come(turn.unit)
 
     def computed(self, turn: Turn) -> None:
         """Note that a layer has computed: its unit is dropped, unless the next layer is of it too. Collective."""
         unit = turn.unit
-        if self._backward is unit:
+        if self._differentiating.unit is unit:
             return  # computed again in backward, which comes to it
         if self._forward is turn and turn.after is not None and turn.after.unit is unit:
             self._keep(unit)
@@ -95,27 +89,60 @@ class Schedule:
 
         All of its parameters: which of them autograd saves, if any, depends on the kernels of this rank's block.
         """
-        if self._backward is unit:
+        order, task = self._differentiating, _task()
+        if order.unit is unit:
             return
-        task = _task()
         if task not in (self._task, -1):
-            if self._backward is not None:  # of a pass that failed, or goes on around this one
-                self._backward.free()
+            self._end()  # of a pass that failed, or goes on around this one
             torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
-            self._task, self._backward = task, None
-        if self._backward is not None:
-            self._backward.free()
-            self._backward.before = unit
-        self._backward = unit
+            self._task = task
+        if order.unit is not None:
+            order.unit.free()
         unit.start()
-        if unit.before is not None:
-            unit.before.start()
+        order.come(unit)
 
     def _end(self) -> None:
-        last, self._backward, self._task = self._backward, None, -1
-        for unit in () if last is None else (last, last.before):
-            if unit is not None:
-                unit.free()
+        last, self._task = self._differentiating.unit, -1
+        if last is not None:
+            last.free()
+        self._differentiating.end()
+
+
+class _Order:
+    """Which unit comes after which in a pass, and the one that was sent for before it came.
+
+    Attributes
+    ----------
+    unit : Unit or None
+        The last that came.
+    """
+
+    def __init__(self) -> None:
+        self.unit: Unit | None = None
+        self._before: Unit | None = None
+        self._ahead: Unit | None = None
+        # by two, as layers that are gathered together may compute before and behind others
+        self._followed: dict[tuple[Unit | None, Unit], Unit] = {}
+
+    def come(self, unit: Unit) -> None:
+        """Drop what was sent for in vain, and send for what followed last time. Collective."""
+        last, ahead = self.unit, self._ahead
+        if last is unit:
+            return
+        if ahead is not None and ahead is not unit:
+            ahead.free()
+        if last is not None:
+            self._followed[self._before, last] = unit
+        self._before, self.unit = last, unit
+        ahead = self._followed.get((last, unit))
+        # one that is there already computes
+        self._ahead = ahead if ahead is not None and ahead.start() else None
+
+    def end(self) -> None:
+        """Note that the pass is over. Collective where it did not go as last time."""
+        if self._ahead is not None:
+            self._ahead.free()
+        self.unit = self._before = self._ahead = None
 
 
 class Turn:
@@ -158,21 +185,18 @@ class Unit:
         self.schedule = schedule
         self.members: list[Gathered] = []
         self.small = 0
-        # what followed it in the last pass
-        self.after: Unit | None = None
-        self.before: Unit | None = None
         self._pending: list[tuple[PendingReduction, list[Gathered]]] = []
         self._nbytes = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         return Unit(copy.deepcopy(self.schedule, memo))  # its members join when they are copied
 
-    def start(self) -> None:
-        """Send for the blocks of the others, if that was not done. Collective."""
+    def start(self) -> bool:
+        """Send for the blocks of the others, and tell so, unless that was done before. Collective."""
         members = self.members
         blocks = [member.block() for member in members]
         if self._nbytes and all(map(Gathered.is_of, members, blocks)):
-            return
+            return False
         self.free()
         parcels: dict[object, list[Gathered]] = {}
         for member, block in zip(members, blocks):
@@ -183,6 +207,7 @@ class Unit:
         with _aside():
             self._pending = [(iall_gather([m.row() for m in some], some[0].group), some) for some in parcels.values()]
         self._count(self._nbytes)
+        return True
 
     def finish(self) -> None:
         """Wait for what was sent for. Collective."""
@@ -470,14 +495,3 @@ class saving(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801 (reads as 
 
 def _same(x: Any) -> Any:
     return x
-
-
-def sharded_dim(shape: Sequence[int], count: int) -> int | None:
-    """Return the dim along which a parameter is cut into blocks: the longest; None where it has too few cells.
-
-    Not collective.
-    """
-    if not shape or max(shape) < count:
-        return None
-    # the first lies in memory as it is gathered: a quarter more of imbalance is a fair price
-    return 0 if shape[0] >= 8 * count or shape[0] % count == 0 else max(range(len(shape)), key=lambda d: shape[d])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -71,3 +72,14 @@ class Padded:
 
     def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         return rows[: self._longer], rows[self._longer :, : self._least * self._row]
+
+
+def sharded_dim(shape: Sequence[int], count: int) -> int | None:
+    """Return the dim along which a parameter is cut into blocks: the longest; None where it has too few cells.
+
+    Not collective.
+    """
+    if not shape or max(shape) < count:
+        return None
+    # the first lies in memory as it is gathered: a quarter more of imbalance is a fair price
+    return 0 if shape[0] >= 8 * count or shape[0] % count == 0 else max(range(len(shape)), key=lambda d: shape[d])

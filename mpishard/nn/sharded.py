@@ -15,8 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from mpishard.autograd.argument import require
-from mpishard.autograd.gathered import Gathered, Schedule, Turn, Unit, saving, sharded_dim
+from mpishard.autograd.gathered import Gathered, Schedule, Turn, Unit, saving
 from mpishard.autograd.linear import in_transform
+from mpishard.autograd.padded import sharded_dim
 from mpishard.autograd.replica import Replica
 from mpishard.comm import traced
 from mpishard.comm.mesh import CartMesh

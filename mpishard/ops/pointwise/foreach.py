@@ -146,7 +146,10 @@ def non_finite_check_and_unscale(tensors: Sequence[Any], found_inf: Tensor, inv_
 def _fused(func: Callable[..., Any]) -> Callable[..., None]:
     def rule(*args: Any, **kwargs: Any) -> None:
         """Step on the blocks: a parameter, its gradient and its moments are laid out alike. Not collective."""
-        func(*map(_blocks, args), **{k: _blocks(a) for k, a in kwargs.items()})
+        params, *rest = map(_blocks, args)
+        func(params, *rest, **{k: _blocks(a) for k, a in kwargs.items()})
+        # torch does not count these writes: what was gathered of a parameter, or lies in a halo, would outlive them
+        torch.autograd.graph.increment_version(params)
 
     return rule
 
