@@ -357,8 +357,7 @@ class Loader:
         require_functions("Loader", transform=transform)
         self.batch_size, self.shuffle, self.seed = batch_size, bool(shuffle), int(seed)
         self.drop_last, self.prefetch, self.transform = bool(drop_last), prefetch, transform
-        # the iteration whose state it is
-        self._current: object | None = None
+        self._current: object | None = None  # the iteration whose state it is
         self.epoch = 0
         self._batch_dim = None if batch_dim is None else own[0].mesh.mesh_dim(batch_dim)
         m = self._batch_dim
@@ -455,7 +454,8 @@ class Loader:
                 return [_Fetched(item, None, e)] * len(own)
 
         # of items that end on one rank before the others, these would wait for one more
-        guard.agree(own[0]._comm, None, f"Loader from item {first} of epoch {self.epoch}, {self._order()}")
+        form = f"{_like(self.datasets, [ds.name for ds in own])}, batch_dim={self._batch_dim}"
+        guard.agree(own[0]._comm, None, f"Loader from item {first} of epoch {self.epoch}, {self._order()}, {form}")
         with contextlib.closing(ahead(read, range(first, len(self)), self.prefetch)) as items:
             for got in items:
                 tensors = [_tensor(ds, each, self.batch_size is None, self._batch_dim) for ds, each in zip(own, got)]
@@ -494,7 +494,7 @@ def _all(datasets: Any) -> list[Dataset]:
     )
 
 
-def _like(datasets: Any, tensors: list[ShardTensor]) -> Any:
+def _like(datasets: Any, tensors: list[Any]) -> Any:
     if isinstance(datasets, Dataset):
         return tensors[0]
     return dict(zip(datasets, tensors)) if isinstance(datasets, Mapping) else tuple(tensors)

@@ -353,6 +353,28 @@ def test_a_batch_that_ranks_share(folder, batch_size):
             ms.io.Loader(ds, batch_size=2, batch_dim="z")
 
 
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("odd", ["batch_dim", "key", "order", "kind", "count"])
+def test_items_of_another_form_on_one_rank(folder, odd):
+    mesh = ms.init_mesh((-1,), ("data",))
+    full = values((5, 6, 7))
+    store(folder / "a.h5", a=(full.numpy(), {}), b=(full.numpy(), {}))
+    is_odd = mesh.rank == mesh.size - 1
+    with (
+        ms.io.Dataset(folder / "a.h5", "a", mesh, (ms.Replicate(),)) as a,
+        ms.io.Dataset(folder / "a.h5", "b", mesh, (ms.Replicate(),)) as b,
+    ):
+        given = {"key": {"c": a}, "order": {"b": b, "a": a}, "kind": (a, b), "count": {"a": a}}.get(
+            odd, {"a": a, "b": b}
+        )
+        usual = {"a": a} if odd == "key" else {"a": a, "b": b}
+        batch_dim = None if odd == "batch_dim" and is_odd else "data"
+        loader = ms.io.Loader(given if is_odd else usual, batch_size=4, batch_dim=batch_dim)
+        with pytest.raises(ms.DesyncError, match="Loader from item") as e:
+            next(iter(loader))
+        same_on_all(e)
+
+
 @pytest.mark.parametrize("backend", ["root", "virtual"])
 def test_nothing_is_open_of_one_that_is_closed(mesh, folder, backend):
     path = folder / "closed.h5"
