@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -165,7 +166,10 @@ class profile:  # noqa: N801 (reads as a verb: `with ms.profile(mesh)`)
         self.ranks = self._group.size
         self.rows, self.elapsed_s = rows_of(table, self.ranks)
         if not self._quiet and self._group.rank == 0:
-            print(self.table(), end="", flush=True)
+            encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+            text = as_text(self.rows, self.elapsed_s, self.ranks, encoding)
+            with contextlib.suppress(OSError, ValueError):  # a stdout that is closed or full: the program goes on
+                print(text, end="", flush=True)
         if self._trace is not None:
             self.save(self._trace)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from io import StringIO
+from io import BytesIO, TextIOWrapper
 from typing import Any
 
 from mpishard.profiling.recorder import COMMUNICATION, Recorder
@@ -117,8 +117,8 @@ def as_data(rows: Iterable[Row], elapsed: Spread, ranks: int) -> dict[str, Any]:
     return {"ranks": ranks, "elapsed_s": asdict(elapsed), "rows": [asdict(row) for row in rows]}
 
 
-def as_text(rows: Iterable[Row], elapsed: Spread, ranks: int) -> str:
-    """Return the table as text. Not collective."""
+def as_text(rows: Iterable[Row], elapsed: Spread, ranks: int, encoding: str = "utf-8") -> str:
+    """Return the table as text, of what can be encoded. Not collective."""
     # rich takes 50 ms to import: not before it is needed
     from rich.console import Console
     from rich.table import Table
@@ -136,9 +136,11 @@ def as_text(rows: Iterable[Row], elapsed: Spread, ranks: int) -> str:
             table.add_row(Text("of these, by what travelled"))
         before = row.kind
         table.add_row(*map(Text, _cells_of(row)))
-    out = StringIO()
+    # its lines are those that the encoding has
+    out = TextIOWrapper(BytesIO(), encoding, "replace", newline="")
     Console(file=out, width=130).print(table)
-    return out.getvalue()
+    out.seek(0)
+    return out.read()
 
 
 _SUFFIX = {"backward": " backward", OUTSIDE: " of all operations"}

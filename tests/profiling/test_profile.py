@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import time
 from contextlib import nullcontext
+from io import BytesIO, StringIO, TextIOWrapper
 
 import pytest
 import torch
@@ -220,6 +222,31 @@ def test_table(mesh, capsys):
     assert printed == (str(prof) if WORLD.rank == 0 else "")
     assert "cumsum" in str(prof)
     assert f"{WORLD.size} rank" in str(prof)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8", "utf-16"])
+def test_table_in_the_encoding_of_stdout(mesh, monkeypatch, encoding):
+    out = TextIOWrapper(BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", out)
+    with ms.profile(mesh) as prof:
+        shard(mesh, 1, 2, 8, 4).sum().item()
+    printed = out.buffer.getvalue().decode(encoding)
+    assert ("item" in printed, "?" in printed) == (WORLD.rank == 0, False)
+    assert (printed == str(prof)) == (WORLD.rank == 0 and encoding.startswith("utf"))
+
+
+def test_stdout_that_takes_nothing(mesh, folder, monkeypatch):
+    class Full(StringIO):
+        def flush(self):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Full() if WORLD.rank == 0 else None)
+    path = folder / "full.json"
+    with ms.profile(mesh, trace=path) as prof:
+        shard(mesh, 1, 2, 8, 4).sum().item()
+    monkeypatch.undo()
+    assert prof.ranks == WORLD.size
+    assert path.exists()
 
 
 def test_misuse_on_all_ranks(mesh, folder):
