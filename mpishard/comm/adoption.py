@@ -12,6 +12,7 @@ from mpi4py import MPI
 from mpishard.comm import guard
 from mpishard.comm.exit import require_mpi
 from mpishard.comm.halo.channel import channel_of
+from mpishard.comm.lifetime import duplicated, made
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import checked_names, checked_periods, of_handle
 from mpishard.comm.mesh_device import as_device
@@ -61,44 +62,39 @@ def adopted_mesh(
     require_mpi("adopt")
     host = _communicator(comm, handle)
     is_cart = host.Get_topology() == MPI.CART and MPI.Cartcomm(host).Get_dim() > 0
-    with guard.waiting("adopt", (), host):
-        own = host.Dup()
-    # the host's may end the job at an error; ours raises
-    own.Set_errhandler(MPI.ERRORS_RETURN)
     extents: tuple[int, ...] = ()
     periods: tuple[bool, ...] = ()
     place, on = 0, None
-    try:
-        if error is not None:
-            raise error
-        on = as_device(device)
-        if is_cart:
-            dims, cyclic, own_coords = MPI.Cartcomm(own).Get_topo()
-            extents, periods = tuple(dims), _periods(periodic, len(names), [bool(p) for p in cyclic])
-            _refuse_other("grid", grid, dims)
-            _refuse_other("coords", coords, own_coords)
-            place = own.Get_rank()
-        else:
-            extents, periods = _grid(grid, own.Get_size(), len(names)), _periods(periodic, len(names), None)
-            place = own.Get_rank() if coords is None else _place(coords, extents)
-        if len(names) != len(extents):
-            raise MeshError(
-                "adopt: shape= and names= do not fit the ranks' mesh",
-                expected=f"{len(extents)} extents and names, one per dim of {extents}",
-                got=f"{len(names)}: {tuple(names)}",
-                fix="count the dims that the ranks cut; sim.field(dims=) says which dims of an array they are",
+    with duplicated("adopt", host) as own:
+        try:
+            if error is not None:
+                raise error
+            on = as_device(device)
+            if is_cart:
+                dims, cyclic, own_coords = MPI.Cartcomm(own).Get_topo()
+                extents, periods = tuple(dims), _periods(periodic, len(names), [bool(p) for p in cyclic])
+                _refuse_other("grid", grid, dims)
+                _refuse_other("coords", coords, own_coords)
+                place = own.Get_rank()
+            else:
+                extents, periods = _grid(grid, own.Get_size(), len(names)), _periods(periodic, len(names), None)
+                place = own.Get_rank() if coords is None else _place(coords, extents)
+            if len(names) != len(extents):
+                raise MeshError(
+                    "adopt: shape= and names= do not fit the ranks' mesh",
+                    expected=f"{len(extents)} extents and names, one per dim of {extents}",
+                    got=f"{len(names)}: {tuple(names)}",
+                    fix="count the dims that the ranks cut; sim.field(dims=) says which dims of an array they are",
+                )
+            checked_names(names, len(extents), "adopt")
+        except MpishardError as e:
+            error = e
+        except Exception as e:  # noqa: BLE001 (the others wait for this rank)
+            error = MeshError(
+                "adopt: arguments of other types", expected="those of its docstring", got=e, fix="pass such"
             )
-        checked_names(names, len(extents), "adopt")
-    except MpishardError as e:
-        error = e
-    except Exception as e:  # noqa: BLE001 (the others wait for this rank)
-        error = MeshError("adopt: arguments of other types", expected="those of its docstring", got=e, fix="pass such")
-    try:
         first_agreement(own, error, "" if error else f"adopt{(extents, periods, tuple(names))}")
-        with guard.waiting("adopt", (), own):
-            placed = MPI.Intracomm(own.Split(0, place))
-    finally:
-        own.Free()
+        placed = made("adopt", own, lambda: MPI.Intracomm(own.Split(0, place)))
     try:
         error = None
         if placed.Get_rank() != place:
@@ -109,12 +105,12 @@ def adopted_mesh(
                 fix="pass this rank's own coordinates, in the order of grid=",
             )
         guard.agree(placed, error)
-        with guard.waiting("adopt", (), placed):
-            cart = placed.Create_cart(extents, periods=periods, reorder=False)
+        # another one each time: a mesh that is half made takes its own with it
+        return made(
+            "adopt", placed, lambda: CartMesh(placed.Create_cart(extents, periods=periods, reorder=False), names, on)
+        )
     finally:
         placed.Free()
-    with guard.waiting("adopt", (), cart):
-        return CartMesh(cart, names, on)
 
 
 def _communicator(comm: Any, handle: str) -> MPI.Intracomm:

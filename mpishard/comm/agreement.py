@@ -6,6 +6,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import numpy as np
 from mpi4py import MPI
@@ -43,6 +44,11 @@ def threads_may_communicate() -> bool:
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
+def _free(kept: list[Dissemination]) -> None:
+    while kept:
+        kept.pop().free()
+
+
 class Agreement:
     """What the ranks of a simulation agree on, on a communicator of its own. Collective in every method.
 
@@ -62,12 +68,15 @@ class Agreement:
         thread.own(self.comm, self._owner)
         self._alone = mesh.size == 1
         self.lost: MeshError | None = None
+        self._kept: list[Dissemination] = []
+        # requests that nobody frees keep the communicator of a mesh that is dropped
+        mesh.own(partial(_free, self._kept))
         self._meet()
 
     def _meet(self) -> None:
         # a hook's own: of what its model has begun, messages may be left
         self._calls, self._hooks = Dissemination(self.comm, _CALLS), Dissemination(self.comm, _HOOKS)
-        self._mesh._holding.resources.update((self._calls, self._hooks))
+        self._kept[:] = self._calls, self._hooks
 
     def begin(self, digest: int, failed: bool = False) -> None:
         """Tell the others which call this is, and whether it is in vain; `together` ends it.
@@ -163,8 +172,7 @@ class Agreement:
                 self._renew()
 
     def _renew(self) -> None:
-        self._calls.free()
-        self._hooks.free()
+        _free(self._kept)
         try:
             self.comm = made("hook", self.comm, self.comm.Dup)
             self._mesh._holding.comms.append(self.comm)

@@ -17,7 +17,7 @@ import gc
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -155,10 +155,30 @@ def made(what: str, comm: MPI.Intracomm, make: Callable[[], T]) -> T:
             f"{what}: MPI makes no more communicators",
             expected="2 to the power of the number of mesh dims, for every mesh",
             got=error,
-            fix="use one mesh for many tensors, mesh.free() those that are done with, or meshes of fewer dims",
+            fix="use one mesh for many tensors, mesh.free() those that are done with (of a simulation, sim.release()), "
+            "or meshes of fewer dims",
         ),
         comm,
     )
+
+
+@contextlib.contextmanager
+def duplicated(what: str, host: MPI.Intracomm) -> Iterator[MPI.Intracomm]:
+    """Lend a duplicate of a host's communicator. Collective, as `made`; freed at the end.
+
+    The host's handler may end the job at an error, but not where communicators of dropped meshes are yet to be freed.
+    """
+    handler = host.Get_errhandler()
+    host.Set_errhandler(MPI.ERRORS_RETURN)
+    try:
+        own = made(what, host, host.Dup)
+    finally:
+        host.Set_errhandler(handler)
+    own.Set_errhandler(MPI.ERRORS_RETURN)
+    try:
+        yield own
+    finally:
+        own.Free()
 
 
 def _members(comm: MPI.Intracomm) -> Members:

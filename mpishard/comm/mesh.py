@@ -15,7 +15,7 @@ from mpishard.comm import guard, mesh_argument, thread
 from mpishard.comm.device import gpu_aware as aware
 from mpishard.comm.device_mesh import DeviceMeshNames, Ranks
 from mpishard.comm.exit import require_mpi
-from mpishard.comm.lifetime import Holding, made
+from mpishard.comm.lifetime import Holding, duplicated, made
 from mpishard.comm.mesh_device import as_device, local_device, local_rank, told_device
 from mpishard.comm.plans import Plans, nbytes_of, plans_on, text_of
 from mpishard.comm.setting import first_agreement
@@ -152,9 +152,9 @@ class CartMesh(DeviceMeshNames):
         """
         require_mpi("from_comm")
         adopted = mesh_argument.checked_cart(comm, handle)
-        cart = made("from_comm", adopted, lambda: MPI.Cartcomm(adopted.Dup()))  # type: ignore[arg-type]
-        names, on = mesh_argument.agreed(cart, mesh_dim_names, device)
-        return made("from_comm", cart, lambda: cls(cart, names, on))
+        with duplicated("from_comm", adopted) as own:  # type: ignore[arg-type]
+            names, on = mesh_argument.agreed(own, mesh_dim_names, device)
+            return made("from_comm", own, lambda: cls(MPI.Cartcomm(own.Dup()), names, on))
 
     @property
     def freed(self) -> bool:

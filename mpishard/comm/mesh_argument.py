@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from mpishard.comm.mesh_device import as_device, told_device
 from mpishard.comm.setting import first_agreement
-from mpishard.errors import MeshError, MpishardError
+from mpishard.errors import MeshError
 
 
 def kind_of(comm: Any) -> str:
@@ -176,19 +176,15 @@ def no_mesh(call: str, given: Any) -> MeshError:
 
 
 def agreed(
-    cart: MPI.Cartcomm, given: Sequence[str] | None, device: torch.device | str | None
+    cart: MPI.Intracomm, given: Sequence[str] | None, device: torch.device | str | None
 ) -> tuple[tuple[str, ...], torch.device | None]:
-    """Return names and device of a mesh that adopts ``cart``, which is freed where they are wrong. Collective."""
+    """Return names and device of a mesh that adopts ``cart``. Collective."""
     error: Exception | None = None
     names: tuple[str, ...] = ()
     on: torch.device | None = None
     try:
-        names, on = checked_names(given, cart.Get_dim(), "from_comm"), as_device(device)
+        names, on = checked_names(given, MPI.Cartcomm(cart).Get_dim(), "from_comm"), as_device(device)
     except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
         error = e
-    try:
-        first_agreement(cart, error, f"from_comm{names}{told_device(on)}")
-    except MpishardError:
-        cart.Free()
-        raise
+    first_agreement(cart, error, f"from_comm{names}{told_device(on)}")
     return names, on

@@ -19,6 +19,7 @@ from mpishard.autograd.linear import node_of
 from mpishard.autograd.withhold import no_sync
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
+from mpishard.comm.lifetime import made
 from mpishard.comm.memory.buffer import uncopied, unfit
 from mpishard.comm.mesh import CartMesh, init_mesh
 from mpishard.comm.point_to_point.send_recv import send_recv
@@ -412,8 +413,7 @@ class Pipeline(nn.Module):
 
 def _alone(comm: Any, device: torch.device) -> CartMesh:
     """Return a mesh of this rank alone. Collective."""
-    with guard.waiting("Pipeline", (), comm):
-        own = comm.Split(comm.Get_rank())
+    own = made("Pipeline", comm, lambda: comm.Split(comm.Get_rank()))
     try:
         return init_mesh((1,), comm=own, device=device)
     finally:

@@ -14,7 +14,8 @@ import torch
 from mpi4py import MPI
 
 import mpishard as ms
-from mpishard.comm import guard, lifetime, plans
+from mpishard.comm import adoption, guard, lifetime, plans
+from mpishard.comm import mesh as comm_mesh
 from mpishard.comm.mesh import CartMesh, init_mesh
 from mpishard.errors import DesyncError, LayoutError, MeshError, MpishardError, UnsupportedOperationError
 
@@ -436,6 +437,38 @@ def test_no_communicator_is_left():
     with pytest.raises(MeshError, match="init_mesh: MPI makes no more communicators"):
         lifetime.made("init_mesh", WORLD, make)
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize("adopts", [False, True], ids=["from_comm", "adopt"])
+def test_communicators_of_dropped_meshes_are_freed_for_a_host_s_mesh(monkeypatch, adopts):
+    """Where one is lacking on the way, what is half made goes, and is made once more; the host's handler stays."""
+    made, lacking = lifetime.made, []
+
+    def lacks(what, comm, make):
+        calls = []
+
+        def make_all_but_one():
+            calls.append(make())
+            if len(calls) == 1:
+                calls[0] = None
+                lacking.append(comm.Get_errhandler())
+                raise MPI.Exception(MPI.ERR_OTHER)
+            return calls[1]
+
+        return made(what, comm, make_all_but_one)
+
+    for module in (lifetime, comm_mesh, adoption):
+        monkeypatch.setattr(module, "made", lacks)
+    cart = WORLD.Create_cart([WORLD.size, 1])
+    cart.Set_errhandler(MPI.ERRORS_ARE_FATAL)
+    mesh = ms.CartMesh.from_comm(cart, ("y", "x")) if not adopts else ms.insitu.adopt(cart, (WORLD.size, 1)).mesh
+    x = ms.ones(2 * WORLD.size, mesh=mesh, placements=(ms.Shard(0), ms.Replicate()))
+    assert x.sum().item() == 2 * WORLD.size
+    assert len(lacking) >= 2
+    assert MPI.ERRORS_ARE_FATAL not in lacking
+    assert cart.Get_errhandler() == MPI.ERRORS_ARE_FATAL
+    mesh.free()
+    cart.Free()
 
 
 # the end of a mesh

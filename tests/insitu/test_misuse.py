@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 
@@ -12,6 +13,7 @@ from mpi4py import MPI
 
 import mpishard as ms
 from mpishard.comm.agreement import threads_may_communicate
+from mpishard.comm.dissemination import Dissemination
 from tests.insitu.hosts import WORLD, Host, cut
 
 SIZE = WORLD.size
@@ -397,3 +399,17 @@ def test_an_exchanger_of_the_user_after_a_model_has_raised():
             hook()
             assert (array[0] == 100 * step + (WORLD.rank - 1) % SIZE).all()
             assert (array[-1] == 100 * step + (WORLD.rank + 1) % SIZE).all()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_simulation_that_nobody_released_keeps_no_requests(host, monkeypatch):
+    """MPI keeps a communicator for as long as there are requests on it: in the end none would be left."""
+    gc.collect()
+    freed = []
+    free = Dissemination.free
+    monkeypatch.setattr(Dissemination, "free", lambda self: freed.append(free(self)))
+    sim = ms.insitu.adopt(host.cart, host.shape, 1, sizes=host.own)
+    sim.field("u", host.array())
+    del sim
+    gc.collect()
+    assert len(freed) == 2

@@ -13,6 +13,7 @@ from torch import Tensor
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.collective.nonblocking import iall_reduce
+from mpishard.comm.lifetime import made
 from mpishard.comm.memory.buffer import address, dense, is_dense, pieces, to_host, unfit
 from mpishard.comm.torch_distributed.call import Calls, Compared
 from mpishard.comm.torch_distributed.reduction import name_of, reduced, scaled
@@ -70,8 +71,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         self.comm = comm
         self._group = blocking.group_of(comm)
         # messages between single ranks have tags of the caller's, and meet nothing else here
-        with guard.waiting("a new process group", (), comm):
-            self._messages = comm.Dup()
+        self._messages = made("a new process group", comm, comm.Dup)
         self._calls = Calls(comm, self._messages)
         self._group.links["slot"] = Compared(comm)
         self._begun: list[Work] | None = None

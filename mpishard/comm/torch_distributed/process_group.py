@@ -14,6 +14,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from mpishard.comm import guard
+from mpishard.comm.lifetime import made
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.null import NullComm, no_values
 from mpishard.comm.setting import first_agreement
@@ -147,8 +148,7 @@ def _create(options: Any, over: _Over | None) -> MPIProcessGroup:
     ranks = list(options.global_ranks_in_group)
     if not ranks:
         parent = MPI.COMM_WORLD if over is None else over.comm
-        with guard.waiting("a new process group", (), parent):
-            comm = parent.Dup()
+        comm = made("a new process group", parent, parent.Dup)
         error = None
         if (comm.Get_rank(), comm.Get_size()) != (options.group_rank, options.group_size):
             error = MeshError(
