@@ -211,6 +211,15 @@ class Handed(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
+def index_reduce() -> bool:
+    x = torch.full((2, 1), 3.0, dtype=torch.bfloat16)
+    try:
+        return x.index_reduce(0, torch.tensor([0, 0]), x, "prod").tolist() == [[27.0], [3.0]]
+    except RuntimeError as e:
+        assert "INTERNAL ASSERT" in str(e)
+        return False
+
+
 def l1_loss() -> bool:
     x = torch.ones(2).as_subclass(Handed)
     F.l1_loss(x, x, weight=torch.ones(2))
@@ -243,6 +252,7 @@ RIGHT: dict[str, Callable[[], bool]] = {
     "conjugates": conjugates,
     "effects": effects,
     "reduction": reduction,
+    "index_reduce": index_reduce,
     "l1_loss": l1_loss,
     "chain_matmul": chain_matmul,
 }
