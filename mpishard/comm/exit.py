@@ -252,7 +252,10 @@ def say(text: str) -> None:
         sys.stderr.write(text)
         sys.stderr.flush()
     except (OSError, ValueError, AttributeError):
-        os.write(2, text.encode(errors="replace"))
+        # where it was closed before the program began, 2 may be a file that was opened since
+        if sys.__stderr__ is not None:
+            with contextlib.suppress(OSError):
+                os.write(2, text.encode(errors="replace"))
 
 
 # set by those that start ranks

@@ -50,8 +50,9 @@ def test_status_of_the_program_is_kept(job):
     assert "mpishard" not in outcome.output
 
 
+@pytest.mark.parametrize("stderr", ["open", "closed"])
 @pytest.mark.parametrize("writes", [True, False])
-def test_a_checkpoint_that_nobody_waits_for(job, tmp_path, writes):
+def test_a_checkpoint_that_nobody_waits_for(job, tmp_path, writes, stderr):
     """The status tells whether it was written, after all that was asked for at the end."""
     body = """
 import atexit, errno
@@ -63,15 +64,34 @@ if rank == 1 and os.environ["WRITES"] == "False":
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     background._write_part = full
+if os.environ["STDERR"] == "closed":
+    sys.stderr = sys.__stderr__ = None
 ms.io.save_checkpoint(os.environ["FOLDER"], 1, tensors={"x": x}, asynchronous=True)
 """
     folder = tmp_path / "run"
-    outcome = job(2, body, FOLDER=os.fspath(folder), WRITES=str(writes))
+    outcome = job(2, body, FOLDER=os.fspath(folder), WRITES=str(writes), STDERR=stderr)
     assert len(outcome.noted("END")) == 2, outcome.output
     # the launcher may kill the rank that ends later
     assert (outcome.status == 0) == writes, outcome.output
-    assert ("No space left on device" in outcome.output) != writes
+    assert ("No space left on device" in outcome.output) == (not writes and stderr == "open")
     assert (folder / "latest").exists() == writes
+
+
+def test_nothing_is_said_into_a_file_that_has_the_number_of_stderr(job, tmp_path):
+    body = """
+from mpishard.comm import exit
+sys.stderr = sys.__stderr__ = None
+at = os.open(f"{os.environ['FOLDER']}/{rank}", os.O_RDWR | os.O_CREAT)
+kept = os.dup(2)
+os.dup2(at, 2)
+exit.say("words")
+os.close(2)
+exit.say("words")
+os.dup2(kept, 2)
+note("SIZE", os.fstat(at).st_size)
+"""
+    outcome = job(2, body, FOLDER=os.fspath(tmp_path))
+    assert outcome.noted("SIZE") == [["0"], ["0"]], outcome.output
 
 
 def test_exchange_in_flight_at_the_end(job):

@@ -404,7 +404,7 @@ def _tell() -> None:
     # nobody waited for it: the error would be lost
     for saving in _pending.values():
         if saving._error is not None:
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # None, where it is closed
                 sys.stderr.write(f"{saving._error}\n")
             exit.fail_at_end()
 
