@@ -69,6 +69,5 @@ from mpishard.insitu.host import open_door  # noqa: E402
 if door.embedded:
     sys.excepthook = hook  # ours ends the job at an error
     # what a model prints appears when it does: nobody flushes at the end
-    if sys.stdout is not None:  # of a host that has closed it
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 open_door(door)
