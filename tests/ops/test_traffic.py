@@ -222,6 +222,7 @@ FAMILIES = {
     "pointwise, broadcast": (lambda x: x * x.amax(3, keepdim=True) + values(6), NOTHING, NOTHING),
     # the seed
     "random": (F.dropout, {"broadcast": (P, 8)}, NOTHING),
+    "random/distribution": (lambda x: torch._standard_gamma(x.abs()), {"broadcast": (P, 8)}, NOTHING),
     "shape/repeat": (lambda x: x.repeat(1, 2, 1, 1), NOTHING, NOTHING),
     "pointwise/special": (lambda x: torch.special.bessel_j0(x.detach()), NOTHING, NOTHING),
     "pointwise, in place": (lambda x: x.clone().exp_(), NOTHING, NOTHING),

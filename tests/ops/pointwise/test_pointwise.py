@@ -51,6 +51,8 @@ ARGUMENTS = {
     **{key: [(P, Q), (P, 2.0), (I, J), (P, Q[0])] for key in "fmod remainder floor_divide pow float_power".split()},
     **{key: [(P.detach(), Q)] for key in "igamma igammac".split()},
     "heaviside": [(X, Y)],
+    "_standard_gamma_grad": [(P, Q)],
+    "_dirichlet_grad": [(U.abs(), P, P + Q)],
     "zeta": [(P + 2, Q + 1)],
     "polygamma": [],
     "mvlgamma": [(P + 3, 2)],
@@ -89,6 +91,7 @@ NAMES = [
     if name != "polygamma"
 ]
 NO_DERIVATIVE = {"floor_divide", "igamma", "igammac", "zeta", "nextafter", "heaviside", "ldexp", "detach_copy"}
+NO_DERIVATIVE |= {"_standard_gamma_grad", "_dirichlet_grad"}
 
 
 @pytest.mark.parametrize("name", NAMES)
