@@ -364,11 +364,16 @@ for policy in ("block", "drop_newest", "latest"):
             if last == "close":
                 link.put()
                 link.put()
+            me.comm.Barrier()
+            open(f"{sys.argv[2]}/{policy} {last}", "w").close()
             told(getattr(link, last), last, "of program 'reader' left")
             link.close()
         else:
             link = me.connect("writer", into={"u": u})
             link.get()
+            # not before all is put: a put that finds nobody there would be told, and no close
+            while not os.path.exists(f"{sys.argv[2]}/{policy} {last}"):
+                time.sleep(0.01)
             block, u.block = u.block, u.block[:0]
             try:
                 link.get()
@@ -382,7 +387,7 @@ def test_a_reader_that_leaves_is_told_to_its_writer(programs, tmp_path):
     """By the next call, whatever the policy, and not at the timeout."""
     path = tmp_path / "leaves.py"
     path.write_text(READER_LEAVES)
-    done = programs((2, [sys.executable, path, "writer"]), (2, [sys.executable, path, "reader"]))
+    done = programs(*((2, [sys.executable, path, name, tmp_path]) for name in ("writer", "reader")))
     ended_well(done)
     assert done.stdout.count("TOLD put") == done.stdout.count("TOLD close") == 6, done.stdout
 
