@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -419,6 +420,48 @@ def test_results_that_do_not_fit(world, call):
     assert [p.tolist() for p in parts] == [[float(r)] * 2 for r in range(SIZE)]
     dist.gather(torch.full((2,), RANK + 0.5), parts if RANK == 0 else None)
     assert RANK or [p.tolist() for p in parts] == [[r + 0.5] * 2 for r in range(SIZE)]
+
+
+def short_forms(group, x):
+    """What groups of torch's own do when they are called by themselves, by tensors, root and operation."""
+    last, most = SIZE - 1, dist.ReduceOp.MAX
+    every, row, table = [torch.empty(2) for _ in range(SIZE)], torch.empty(2), torch.empty(SIZE)
+    mine = [x * (i + 1) for i in range(SIZE)]
+    yield group.allreduce(y := x.clone()), y, SUM
+    yield group.allreduce([y := x.clone()]), y, SUM
+    yield group.allreduce(y := x.clone(), most), y, MOST
+    yield group.allreduce([y := x.clone()], op=most, timeout=timedelta(seconds=9)), y, MOST
+    yield group.allreduce(tensors=[y := x.clone()], opts=dist.AllreduceOptions()), y, SUM
+    yield group.broadcast(y := x.clone(), last), y, MOST
+    yield group.broadcast(tensor=(y := x.clone()), root=last), y, MOST
+    yield group.reduce(y := x.clone(), last), y, SUM if last == RANK else None
+    yield group.reduce(y := x.clone(), root=last, op=most), y, MOST if last == RANK else None
+    yield group.allgather(every, x), torch.stack(every), EVERY
+    yield group.allgather(input_tensors=[x], output_tensors=[every]), torch.stack(every), EVERY
+    yield group.reduce_scatter(row, mine), row, SUM * (RANK + 1)
+    yield group.reduce_scatter(output=row, input=mine, op=most), row, MOST * (RANK + 1)
+    yield group.gather(every if last == RANK else [], x, last), torch.stack(every), EVERY if last == RANK else None
+    yield group.scatter(row, mine if last == RANK else [], root=last), row, MOST * (RANK + 1)
+    yield group.alltoall(every, mine), torch.stack(every), EVERY * (RANK + 1)
+    ones = [1] * SIZE
+    yield group.alltoall_base(table, torch.full((SIZE,), RANK + 1.0), ones, ones, timeout=None), table, EVERY[:, 0]
+    split = {"output_split_sizes": [], "input_split_sizes": []}
+    yield group.alltoall_base(table, torch.full((SIZE,), RANK + 1.0), **split), table, EVERY[:, 0]
+    yield group.barrier(timeout=timedelta(seconds=9)), row, None
+
+
+EVERY = torch.arange(1.0, SIZE + 1)[:, None].expand(SIZE, 2)
+SUM, MOST = EVERY.sum(0), EVERY[-1]
+
+
+def test_torch_calls_a_group_by_itself_in_a_short_form(world):
+    for i, (work, got, expected) in enumerate(short_forms(world, torch.full((2,), RANK + 1.0))):
+        work.wait()
+        assert expected is None or torch.equal(got, expected), i
+    with pytest.raises(TypeError, match="allreduce: takes 1 of tensors, then op, timeout or opts, got 'root'"):
+        world.allreduce(torch.ones(1), root=0)
+    with pytest.raises(TypeError, match="gather: takes 2 of tensors, then root, timeout or opts, got 1 of tensors"):
+        world.gather([torch.ones(1)])
 
 
 def test_no_rank_waits_for_an_entry_of_another(world):

@@ -17,6 +17,7 @@ from mpishard.comm.lifetime import made
 from mpishard.comm.memory.buffer import address, dense, is_dense, pieces, to_host, unfit
 from mpishard.comm.torch_distributed.call import Calls, Compared
 from mpishard.comm.torch_distributed.reduction import name_of, reduced, scaled
+from mpishard.comm.torch_distributed.short_form import with_short_forms
 from mpishard.comm.torch_distributed.work import Work, keep, settle
 from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError
 
@@ -53,6 +54,7 @@ def _kinds(tensors: Sequence[Tensor]) -> tuple[tuple[int, torch.dtype], ...]:
     return tuple((x.numel(), x.dtype) for x in tensors)
 
 
+@with_short_forms
 class MPIProcessGroup(dist.ProcessGroup):
     """A group of torch.distributed: its own communicator, by the collectives of this package.
 
@@ -308,18 +310,16 @@ class MPIProcessGroup(dist.ProcessGroup):
         self,
         output: Tensor,
         input: Tensor,
-        output_splits: Sequence[int] = (),
-        input_splits: Sequence[int] = (),
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
         opts: Any = None,
+        timeout: Any = None,
     ) -> Work:
         """Send rows of a tensor to every rank and receive rows from each. Collective."""
 
         def rows() -> list[Sequence[Tensor]]:
-            size = self.size()
-            return [
-                t.detach().split(list(splits) or [t.shape[0] // size] * size)
-                for t, splits in ((output, output_splits), (input, input_splits))
-            ]
+            size, both = self.size(), ((output, output_split_sizes), (input, input_split_sizes))
+            return [t.detach().split(list(splits) or [t.shape[0] // size] * size) for t, splits in both]
 
         return self._all_to_all("all_to_all_single", rows, [output], [input])
 
@@ -389,7 +389,7 @@ class MPIProcessGroup(dist.ProcessGroup):
                 _require(op, "the numbers of this rank", _kind(x), _kind(parts[root]))
             calls.call = call, x.dtype
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
         """Wait for all ranks. Collective."""
         with self._calls as calls:
             calls.call = ("barrier",)
