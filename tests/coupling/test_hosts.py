@@ -82,6 +82,24 @@ def test_a_staggered_grid_in_c(programs, compiled, tmp_path, ranks):
     assert "STAGGERED C IS RIGHT" in done.stdout
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_of_c_that_comes_late_to_adopt(programs, compiled, tmp_path, ranks):
+    host = compiled(HERE / "adopts.c", tmp_path / "host")
+    done = programs((ranks, [host, "late"]), env={"MPISHARD_TIMEOUT": "1"}, timeout_s=60)
+    assert done.returncode == 0, done.stdout
+    assert "ALIVE" in done.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_more_communicators_in_c(programs, compiled, tmp_path, ranks):
+    if mpi_of_launcher().startswith("Open MPI"):
+        pytest.skip("it makes some ten thousand, in minutes")
+    host = compiled(HERE / "adopts.c", tmp_path / "host")
+    done = programs((ranks, [host, "no_more"]), timeout_s=60)
+    assert done.returncode == 0, done.stdout
+    assert "ALIVE" in done.stdout
+
+
 def with_sources(name: str, folder: Path, *flags: str) -> Path:
     """Return a program in C that has the library's sources in it."""
     cc = wrapper("mpicc")

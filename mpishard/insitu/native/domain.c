@@ -96,16 +96,19 @@ int sim_made(int known, MPI_Comm comm, int ndim, const int64_t *shape, const int
     if (comm == MPI_COMM_NULL) return fail(MPS_ERR_ARGUMENT, "adopt: no communicator");
     MPI_Comm_test_inter(comm, &inter);
     if (inter) return fail(MPS_ERR_ARGUMENT, "adopt: not an intra-communicator");
-    circle_t circle;
-    if ((status = circle_init(&circle, comm, "the domain"))) return status;
+    static circle_t spare; /* the others must hear of it */
     sim_t *sim = calloc(1, sizeof *sim);
+    circle_t *circle = sim != NULL ? &sim->circle : &spare;
+    if ((status = circle_init(circle, comm, "the domain"))) {
+        if (!circle->broken) free(sim);
+        return status;
+    }
     if (sim == NULL) {
-        status = circle_agree(&circle, fail(MPS_ERR_MEMORY, "adopt: no memory"), own_limit());
-        circle_free(&circle);
+        status = circle_agree(circle, fail(MPS_ERR_MEMORY, "adopt: no memory"), own_limit());
+        circle_free(circle);
         return status;
     }
     sim->users = 1;
-    sim->circle = circle;
     sim->rank = sim->circle.rank;
     sim->size = sim->circle.size;
     sim->ndim = ndim;

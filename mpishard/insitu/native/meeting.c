@@ -133,19 +133,6 @@ double own_limit(void)
     return seconds > 0 ? seconds : seconds < 0 ? 300 : 1e9;
 }
 
-int circle_init(circle_t *circle, MPI_Comm comm, const char *name)
-{
-    memset(circle, 0, sizeof *circle);
-    int code = MPI_Comm_dup(comm, &circle->comm);
-    if (code != MPI_SUCCESS) return mpi_failed(code, name);
-    MPI_Comm_set_errhandler(circle->comm, MPI_ERRORS_RETURN);
-    MPI_Comm_rank(circle->comm, &circle->rank);
-    MPI_Comm_size(circle->comm, &circle->size);
-    snprintf(circle->name, sizeof circle->name, "%s", name);
-    circle->request = MPI_REQUEST_NULL;
-    return MPS_OK;
-}
-
 void circle_free(circle_t *circle)
 {
     if (!circle->broken) MPI_Comm_free(&circle->comm);
@@ -157,13 +144,35 @@ static int complete(circle_t *circle, MPI_Request *request, double timeout)
     patience_t wait = patience(timeout + (timeout < 5 ? timeout : 5));
     int done = 0;
     for (;;) {
-        MPI_Test(request, &done, MPI_STATUS_IGNORE);
+        int code = MPI_Test(request, &done, MPI_STATUS_IGNORE);
+        if (code != MPI_SUCCESS) return mpi_failed(code, circle->name);
         if (done) return MPS_OK;
         if (patient(&wait)) continue;
         circle->broken = 1;
         return fail(MPS_ERR_LOST, "program '%s': not all of its own ranks came to the call\n  expected: %d ranks within "
                     "%.0f s\n  got:      rank %d, and not all others", circle->name, circle->size, wait.timeout, circle->rank);
     }
+}
+
+/* MPI writes to the circle when ranks come that were waited for in vain: it must outlive that. */
+int circle_init(circle_t *circle, MPI_Comm comm, const char *name)
+{
+    MPI_Errhandler before;
+    MPI_Request request;
+    memset(circle, 0, sizeof *circle);
+    MPI_Comm_rank(comm, &circle->rank);
+    MPI_Comm_size(comm, &circle->size);
+    snprintf(circle->name, sizeof circle->name, "%s", name);
+    circle->request = MPI_REQUEST_NULL;
+    /* errors of MPI come back here, such as that it makes no more communicators; the host's handler is as before */
+    MPI_Comm_get_errhandler(comm, &before);
+    MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
+    int status = mpi_failed(MPI_Comm_idup(comm, &circle->comm, &request), name);
+    if (!status) status = complete(circle, &request, own_limit());
+    MPI_Comm_set_errhandler(comm, before);
+    if (before != MPI_ERRORS_ARE_FATAL && before != MPI_ERRORS_RETURN) MPI_Errhandler_free(&before);
+    if (!status) MPI_Comm_set_errhandler(circle->comm, MPI_ERRORS_RETURN);
+    return status;
 }
 
 void circle_start(circle_t *circle, int status, int certain, int64_t a, int64_t b, int64_t c)
@@ -646,16 +655,17 @@ static int meet(const char *name, const char *wrong, double timeout, program_t *
     while (mine + 1 < count && strcmp(list.entries[mine].name, name) != 0) mine++;
     program->others = count - 1;
     program->ranks = (int)list.entries[mine].ranks;
-    MPI_Comm_split(MPI_COMM_WORLD, mine, rank, &program->comm);
-    MPI_Comm_set_errhandler(program->comm, MPI_ERRORS_RETURN);
-    status = circle_init(&program->circle, program->comm, name);
+    status = mpi_failed(MPI_Comm_split(MPI_COMM_WORLD, mine, rank, &program->comm), "join");
+    if (!status) status = circle_init(&program->circle, program->comm, name);
+    if (!status) MPI_Comm_set_errhandler(program->comm, MPI_ERRORS_RETURN);
     far_t *far = count > FEW_PROGRAMS ? realloc(program->far, (size_t)count * sizeof *far) : program->far;
     int ready = far != NULL ? MPS_OK : fail(MPS_ERR_MEMORY, "join: no memory");
     if (far != NULL) program->far = far;
     for (int i = 0; i < count; i++)
         for (int j = i + 1; j < count; j++) {
             MPI_Comm both;
-            MPI_Comm_split(MPI_COMM_WORLD, mine == i || mine == j ? 0 : MPI_UNDEFINED, rank + (mine == j ? size : 0), &both);
+            int code = MPI_Comm_split(MPI_COMM_WORLD, mine == i || mine == j ? 0 : MPI_UNDEFINED, rank + (mine == j ? size : 0), &both);
+            if (!ready) ready = mpi_failed(code, "join");
             if ((mine != i && mine != j) || ready) continue;
             far = &program->far[at++];
             const entry_t *other = &list.entries[mine == i ? j : i];

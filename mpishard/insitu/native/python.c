@@ -188,7 +188,8 @@ static int adopt(sim_t *sim)
     int64_t numbers[2 + 5 * MAX_DIMS], *at = numbers;
     MPI_Comm plain; /* the grid is told; the host's topology may be another one */
     if (sim->python) return MPS_OK;
-    MPI_Comm_split(sim->circle.comm, 0, sim->rank, &plain);
+    int status = mpi_failed(MPI_Comm_split(sim->circle.comm, 0, sim->rank, &plain), "hook");
+    if (status) return status;
     *at++ = MPI_Comm_c2f(plain);
     *at++ = sim->ndim;
     for (int d = 0; d < sim->ndim; d++) {
