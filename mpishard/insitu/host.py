@@ -117,7 +117,7 @@ class Host:
         model: Callable[..., Any] = len
         error: MpishardError | None = None
         try:
-            model = _located(_found(text))
+            model = _located(_found(text), text)
         except BaseException as e:  # noqa: BLE001 (it is agreed on)
             error = e if isinstance(e, MpishardError) else MpishardError(f"hook: {text}: {_told(e)}")
         sim.agreement.on(error, "hook", text)
@@ -216,7 +216,7 @@ def _told(error: BaseException) -> str:
     return str(error) if isinstance(error, MpishardError) else f"{type(error).__name__}: {error}"
 
 
-def _located(model: Callable[..., Any]) -> Callable[..., Any]:
+def _located(model: Callable[..., Any], named: str) -> Callable[..., Any]:
     """Return a model whose errors say where they rose, and end nothing."""
 
     def located(*fields: Any) -> Any:
@@ -225,12 +225,19 @@ def _located(model: Callable[..., Any]) -> Callable[..., Any]:
         except MpishardError:
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            raise MpishardError(
-                f"the model raised {_told(error)}\n  at: {place.filename}:{place.lineno}, in {place.name}"
-            ) from error
+            _, *inside = traceback.extract_tb(error.__traceback__)
+            place = (
+                f"{inside[-1].filename}:{inside[-1].lineno}, in {inside[-1].name}" if inside else _home(model, named)
+            )
+            raise MpishardError(f"the model raised {_told(error)}\n  at: {place}") from error
 
     return located
+
+
+def _home(model: Callable[..., Any], named: str) -> str:
+    """Return where a model is that did not begin, as it takes other arguments, or is not Python's. Not collective."""
+    code = getattr(model, "__code__", None) or getattr(type(model).__call__, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}" if code else named
 
 
 _files: dict[str, ModuleType] = {}

@@ -358,6 +358,10 @@ int main(int argc, char **argv)
         must(is_box(b, k - k % 2, 1), "box");
     }
     noted(1);
+    fill(a, 2);
+    must(mps_hook(sim, named("handles"), 1, &u, 1, &tau, 1, MPS_INFER, &kept) == MPS_OK && mps_step(kept) == MPS_OK, "a model that handles signals");
+    noted(1);
+    must(mps_release(&kept) == MPS_OK, "release");
     must(told(mps_wait(hook), MPS_ERR_ORDER, "nothing was started"), "wait alone");
     if (size > 1) must(told(mps_start(hook), MPS_ERR_ORDER, "MPI_THREAD_MULTIPLE"), "the thread level");
     must(mps_release(&hook) == MPS_OK && hook == MPS_NULL, "release");
@@ -384,6 +388,12 @@ int main(int argc, char **argv)
 
     /* several outputs, by name; training */
     mps_handle inout[2] = {u, tau}, train;
+    const char *home[] = {"closure_of_host.py:", ", in __call__", "at: math:sqrt"};
+    for (int i = 0; i < 3; i++) {
+        must(mps_hook(sim, i == 2 ? "math:sqrt" : named(i ? "instance" : "box"), 2, inout, 1, &tau, 1, MPS_INFER, &hook) == MPS_OK, "hook");
+        must(told(mps_step(hook), MPS_ERR_MODEL, "TypeError: ") && strstr(mps_error(), home[i]) != NULL, "arguments that do not fit");
+        mps_release(&hook);
+    }
     memset(b, 0, (size_t)(rows * NY) * sizeof *b);
     must(mps_hook(sim, named("both"), 2, inout, 2, inout, 1, MPS_INFER, &hook) == MPS_OK && mps_step(hook) == MPS_OK, "two fields");
     must(is_box(b, 7, 1) && a[2 * WIDTH + 1] == value(first, 0, 8) && a[0] == -1000, "two outputs");

@@ -24,10 +24,11 @@ static struct {
     char text[TEXT_BYTES]; /* which MPI the host has; once open, the last error */
 } door = {DOOR_VERSION, 0, NULL, ""};
 
-typedef struct { sim_t *sim; int64_t python, serial; int count, flying; field_t **fields; } hook_t;
+typedef struct { sim_t *sim; int64_t python, serial; int count, flying, ran; field_t **fields; } hook_t;
 
 /* What is the host's while Python runs. Floating point: a host that traps on a NaN would end in torch, one that rounds
- * otherwise would get other results. Handlers of signals: modules set some when they are imported, as Python's signal does. */
+ * otherwise would get other results. Handlers of signals: modules set some when they are imported, as Python's signal does, and
+ * what is first used, as torch's DataLoader; to look for them at every step would take longer than a step. */
 typedef struct { fenv_t floats; int imports; struct sigaction handlers[NSIG]; } host_t;
 
 static void host_leaves(host_t *host, int imports)
@@ -48,14 +49,16 @@ static void host_returns(const host_t *host)
 }
 
 /* what Python's side returns, or its negative status with its text */
-static int64_t call(int op, const int64_t *numbers, const char *text)
+static int64_t call_importing(int op, int imports, const int64_t *numbers, const char *text)
 {
     host_t host;
-    host_leaves(&host, op == HOOK);
+    host_leaves(&host, imports);
     int64_t result = door.call(op, numbers, text);
     host_returns(&host);
     return result < 0 ? fail((int)result, "%s", door.text) : result;
 }
+
+static int64_t call(int op, const int64_t *numbers, const char *text) { return call_importing(op, op == HOOK, numbers, text); }
 
 /* finding and starting Python */
 
@@ -350,7 +353,8 @@ static int run(mps_handle handle, int op, const char *name)
                       "them, after the same calls of mps_rebind", name);
     for (int i = 0; i < hook->count && !status; i++) status = rebound(hook->fields[i]);
     if (status) return status;
-    status = (int)call(op, &hook->python, NULL);
+    status = (int)call_importing(op, op == STEP && !hook->ran, &hook->python, NULL);
+    if (op == STEP) hook->ran = 1;
     if (op == WAIT) hook->flying = 0;
     else if (op == START) hook->flying = status >= 0;
     return status;
