@@ -179,8 +179,8 @@ class Link:
         blocks, error = self._blocks(0, self.out)
         try:
             return outlet.put(blocks, error)
-        except MpishardError as e:
-            self._fail(e)
+        except BaseException as e:
+            self._end("put", e)
             raise
 
     def get(self) -> int | None:
@@ -207,8 +207,8 @@ class Link:
             if self._outlet is not None:
                 self._outlet.settle()
             return inlet.get(blocks, error)
-        except MpishardError as e:
-            self._fail(e)
+        except BaseException as e:
+            self._end("get", e)
             raise
 
     def __iter__(self) -> Iterator[int]:
@@ -232,28 +232,26 @@ class Link:
         if self._error is not None:
             self._release(gone=True)
             return
-        error = None
         try:
-            if self._outlet is not None:
-                self._outlet.settle()
-                if self._outlet.policy == "latest":
-                    # a rank that puts instead serves nobody until it knows: what is drained here would wait for it
-                    self._circle.agree(None, self._timeout_s, call=self._close)
-        except MpishardError as e:
-            self._fail(e)
+            self._come_to_end()
+        except BaseException as e:
+            self._end("close", e)
             self._release(gone=True)
             raise
+        self._release()
+
+    def _come_to_end(self) -> None:
+        error = None
+        if self._outlet is not None:
+            self._outlet.settle()
+            if self._outlet.policy == "latest":
+                # a rank that puts instead serves nobody until it knows: what is drained here would wait for it
+                self._circle.agree(None, self._timeout_s, call=self._close)
         try:
             self._drain()
         except MpishardError as e:
             error = e
-        try:
-            self._circle.agree(error, self._timeout_s, call=self._close)
-        except MpishardError as e:
-            self._fail(e)
-            self._release(gone=True)
-            raise
-        self._release()
+        self._circle.agree(error, self._timeout_s, call=self._close)
 
     def _drain(self) -> None:
         ends = [self._inlet.stop()] if self._inlet is not None else []
@@ -285,6 +283,21 @@ class Link:
     ) -> None:
         if error is None:
             self.close()
+
+    def _end(self, call: str, error: BaseException) -> None:
+        """Have later calls raise; not the ranks' own agreement alone may be under way where a call came to no end."""
+        if isinstance(error, MpishardError):
+            self._fail(error)
+            return
+        self._circle.give_up()
+        self._fail(
+            UnsupportedOperationError(
+                f"{call}: it was interrupted, and the link is of no use any more",
+                expected="calls that come to their end",
+                got=f"{type(error).__name__} inside",
+                fix="close the link, and connect again",
+            )
+        )
 
     def _fail(self, error: MpishardError) -> None:
         self._error = error

@@ -392,6 +392,77 @@ def test_a_reader_that_leaves_is_told_to_its_writer(programs, tmp_path):
     assert done.stdout.count("TOLD put") == done.stdout.count("TOLD close") == 6, done.stdout
 
 
+INTERRUPTED = """
+import os
+import signal
+import sys
+import threading
+import time
+import mpishard as ms
+name, folder = sys.argv[1:]
+me = ms.insitu.join(name)
+mesh = ms.init_mesh((-1,), ("x",), comm=me.comm)
+u = ms.zeros(6, mesh=mesh, placements=(ms.Shard(0),))
+last = me.comm.rank == me.comm.size - 1
+def told(call, *words):
+    start = time.monotonic()
+    try:
+        while time.monotonic() - start < 30:
+            call()
+    except ms.MpishardError as e:
+        assert any(word in str(e) for word in words), e
+        os.write(1, f"TOLD {name} {str(e).splitlines()[0]}\\n".encode())
+def interrupted(call):
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    if not last:
+        told(call, "not all of its own ranks came")
+        return
+    timer.start()
+    try:
+        while True:
+            call()
+    except KeyboardInterrupt:
+        os.write(1, b"INTERRUPTED\\n")
+def one():
+    if name == "writer":
+        return me.connect("reader", out={"u": u}, depth=1, timeout=4)
+    return me.connect("writer", into={"u": u}, depth=1, timeout=4)
+for case in ("get", "put", "close"):
+    link, flag = one(), f"{folder}/{case} of {me.programs['reader']}"
+    if (name == "reader") == (case == "get"):
+        if case != "get":
+            link.put()
+        interrupted(getattr(link, case))
+        if case != "close":
+            told(getattr(link, case), "interrupted", "lost", "not all")
+        link.close()
+        me.comm.Barrier()
+        open(flag, "w").close()
+    else:
+        while not os.path.exists(flag):
+            time.sleep(0.01)
+        told(link.put if case == "get" else link.get, "left")
+        link.close()
+    if me.programs["reader"] > 1:
+        break  # they do not know how far each of them is
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_call_that_is_interrupted_ends_the_link(programs, tmp_path, ranks):
+    """Ctrl-C that a program catches, which may then close its links; what was under way meets nothing that follows."""
+    path = tmp_path / "interrupted.py"
+    path.write_text(INTERRUPTED)
+    done = programs(*((n, [sys.executable, path, name, tmp_path]) for n, name in ((1, "writer"), (ranks, "reader"))))
+    ended_well(done)
+    cases = 3 if ranks == 1 else 1
+    assert done.stdout.count("INTERRUPTED") == cases, done.stdout
+    assert done.stdout.count("left") == cases, done.stdout
+    assert done.stdout.count("it was interrupted, and the link is of no use any more") == (2 if ranks == 1 else 1), (
+        done.stdout
+    )
+
+
 OTHER_CALLS = """
 import os
 import sys

@@ -126,6 +126,10 @@ class Circle:
         self.start(error, a, b, c, call=call)
         return self.finish(timeout_s)
 
+    def give_up(self) -> None:
+        """Have later calls raise, as this rank has left one halfway: the others may be in it yet. Not collective."""
+        self._broken = self._broken or self.size > 1
+
     def told(self, message: bytes | None, timeout_s: float) -> bytes:
         """Return rank 0's message on all ranks. Collective."""
         if self.size == 1:
