@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from mpishard.comm.memory.buffer import UNCOPIED, uncopied, unfit
+from mpishard.comm.memory.buffer import UNCOPIED, followed, uncopied, unfit
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.comm.mesh_argument import listed, no_mesh
 from mpishard.errors import LayoutError, MeshError, UnsupportedOperationError
@@ -148,7 +148,7 @@ def valueless(x: Tensor) -> tuple[str, str] | None:
 def require_dense(op: str, x: Any) -> None:
     """Raise unless ``x`` is a plain tensor that is numbers at strides. Not collective."""
     require_plain(op, x)
-    if odd := unfit(x) or uncopied(x):
+    if odd := unfit(x) or uncopied(x) or followed():
         got, fix = odd
         what = f"{op}: works on plain tensors"
         raise UnsupportedOperationError(what, expected="a dense torch.Tensor", got=got, fix=fix)

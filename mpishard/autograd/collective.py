@@ -35,6 +35,7 @@ from mpishard.autograd.linear import Step, apply
 from mpishard.autograd.plain import note_reduced
 from mpishard.autograd.step import broadcast_step, gather_step, reducer, transpose_step
 from mpishard.comm.collective.gather_sizes import asked_extents
+from mpishard.comm.memory.buffer import followed
 from mpishard.comm.memory.reduction_type import rule_of
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.layout import balanced, key_of
@@ -42,7 +43,7 @@ from mpishard.layout import balanced, key_of
 
 def _called(name: str, x: Tensor, mesh: CartMesh, mesh_dim: MeshDims) -> tuple[tuple[int, ...], Group]:
     """Return the mesh dims of a call, and their ranks; refuse what is no plain tensor. Not collective."""
-    if not is_plain(x):
+    if not is_plain(x) or followed():
         require_dense(name, x)
     require_mesh(name, mesh)
     dims = mesh_dims(mesh, mesh_dim)
@@ -106,7 +107,7 @@ def all_reduce(
     --------
     >>> total = ms.all_reduce(x.sum(), mesh)
     """
-    if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
+    if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or followed():
         require_dense("all_reduce", x)
     if type(mesh) is not CartMesh:
         require_mesh("all_reduce", mesh)

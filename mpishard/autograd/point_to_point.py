@@ -23,6 +23,7 @@ from mpishard.autograd.argument import (
 )
 from mpishard.autograd.linear import Step, apply
 from mpishard.autograd.step import message_step
+from mpishard.comm.memory.buffer import followed
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import MeshError
 
@@ -61,7 +62,7 @@ def shift(x: Tensor, mesh: CartMesh, mesh_dim: int | str, displacement: int) -> 
     --------
     >>> from_left = ms.shift(edge, mesh, "x", 1)
     """
-    if not is_plain(x):
+    if not is_plain(x) or followed():
         require_dense("shift", x)
     require_mesh("shift", mesh)
     dims = mesh_dims(mesh, mesh_dim)
@@ -131,7 +132,7 @@ def send_recv(
     --------
     >>> y = ms.send_recv(x, mesh, dest=1 if mesh.rank == 0 else None, source=0 if mesh.rank == 1 else None)
     """
-    if not is_plain(x):
+    if not is_plain(x) or followed():
         require_dense("send_recv", x)
     require_mesh("send_recv", mesh)
     dims = mesh_dims(mesh, mesh_dim)

@@ -20,12 +20,14 @@ from mpishard.autograd.linear import in_transform
 from mpishard.autograd.padded import sharded_dim
 from mpishard.autograd.replica import Replica
 from mpishard.comm import traced
+from mpishard.comm.memory.buffer import followed
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import listed
 from mpishard.errors import LayoutError, MeshError, UnsupportedOperationError
 from mpishard.layout import Layout, Replicate, Shard
 from mpishard.tensor.by_data import written
 from mpishard.tensor.convert import distribute_tensor
+from mpishard.tensor.exporter import refused
 from mpishard.tensor.function import block_of
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -121,6 +123,9 @@ class _Layer(Turn):
         raise _cannot_be_pickled()
 
     def _before(self, called: nn.Module, _inputs: Any) -> None:
+        if odd := followed():
+            # its graph would hold what was gathered, in memory that is used again
+            raise refused("a trace of a model with shard_parameters", odd[0])
         for module, name, gathered in self.places:
             # found before the parameter of that name, which stays what optimizers and checkpoints know
             module.__dict__[name] = gathered.tensor()

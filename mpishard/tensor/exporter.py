@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx.experimental.proxy_tensor import TorchFunctionMetadataMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from mpishard.comm import traced
 from mpishard.errors import UnsupportedOperationError
@@ -16,7 +20,8 @@ from mpishard.tensor.registry import name_of, no_rule
 from mpishard.tensor.shard_tensor import ShardTensor
 
 
-def _refused(what: str, got: str) -> UnsupportedOperationError:
+def refused(what: str, got: str) -> UnsupportedOperationError:
+    """Return the error for ShardTensors in what keeps operations as a graph. Not collective."""
     return UnsupportedOperationError(
         what,
         expected="plain tensors: what it makes runs in one process",
@@ -29,10 +34,33 @@ def _guarded_export(name: str, export: Callable[..., Any]) -> Callable[..., Any]
     @functools.wraps(export)
     def run(*args: Any, **kwargs: Any) -> Any:
         if holds_shards((args, kwargs)):
-            raise _refused(f"{name} with ShardTensors", "a ShardTensor among the arguments")
-        return export(*args, **kwargs)
+            raise refused(f"{name} with ShardTensors", "a ShardTensor among the arguments")
+        for model in tree_leaves((args, kwargs)):
+            if isinstance(model, nn.Module) and (own := _own_shard(model)):
+                raise refused(f"{name} with ShardTensors", f"a {type(model).__name__} whose {own} is one")
+        with _Refusing(name):
+            return export(*args, **kwargs)
 
     return run
+
+
+def _own_shard(model: nn.Module) -> str:
+    """Return the name of a parameter or buffer that is a ShardTensor, or nothing. Not collective."""
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return next((name for name, x in named if isinstance(x, ShardTensor)), "")
+
+
+class _Refusing(TorchFunctionMode):
+    """Refuses the ShardTensors that a function finds elsewhere than among its arguments."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, ShardTensor) for kind in types):
+            raise refused(f"{self._name} with ShardTensors", f"{name_of(func)} of one")
+        return func(*args, **(kwargs or {}))
 
 
 _call_script = torch.jit.ScriptFunction.__call__
@@ -60,7 +88,7 @@ def _guarded_trace(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any
     Programs of `mpishard.tensor.program` are traced in this way, too, with blocks that the graph knows.
     """
     if traced.recording is None and any(issubclass(kind, ShardTensor) for kind in types):
-        raise _refused("make_fx with ShardTensors", f"{name_of(func)} of one (torch.func.linearize traces, too)")
+        raise refused("make_fx with ShardTensors", f"{name_of(func)} of one (torch.func.linearize traces, too)")
     return _note_in_trace(self, func, types, args, kwargs)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from mpishard.autograd.argument import require_plain, valueless
-from mpishard.comm.memory.buffer import uncopied, unfit
+from mpishard.comm.memory.buffer import followed, uncopied, unfit
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import MpishardError, UnsupportedDtypeError, UnsupportedOperationError
 
@@ -29,7 +29,7 @@ def shared(op: str, array: Any, mesh: CartMesh) -> Tensor:
     """
     if isinstance(array, Tensor):
         require_plain(op, array)
-        odd = unfit(array) or uncopied(array)
+        odd = unfit(array) or uncopied(array) or followed()
         if odd is None and array.is_meta and (mesh.device.type != "meta" or is_lazy(array)):
             odd = valueless(array)
         if odd:

@@ -12,7 +12,7 @@ from mpishard.autograd.graph import recorded
 from mpishard.comm import guard
 from mpishard.comm.collective.transfer import scatter_blocks
 from mpishard.comm.device_mesh import names_of_dtensor
-from mpishard.comm.memory.buffer import uncopied, unfit
+from mpishard.comm.memory.buffer import followed, uncopied, unfit
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, UnsupportedDtypeError, UnsupportedOperationError
 from mpishard.layout import layout_of
@@ -92,7 +92,8 @@ def scatter_tensor(
                 got=type(tensor).__name__,
                 fix="pass the full tensor on the source rank",
             )
-        if odd := unfit(tensor) or uncopied(tensor) or (valueless(tensor) if mesh.device.type != "meta" else None):
+        odd = unfit(tensor) or uncopied(tensor) or followed()
+        if odd := odd or (valueless(tensor) if mesh.device.type != "meta" else None):
             got, fix = odd
             raise UnsupportedOperationError(
                 "scatter_tensor: cells that cannot be cut and sent",

@@ -17,6 +17,16 @@ def model():
     return nn.Sequential(nn.Conv1d(2, 3, 3, padding=1), nn.ReLU(), nn.Conv1d(3, 1, 3, padding=1)).double()
 
 
+def sharded(mesh):
+    m = ms.distribute_module(model(), mesh, shard_parameters=mesh.mesh_dim_names[0])
+    m.register_buffer("field", shard(values(), mesh, [ms.Shard(2)]))  # on one rank parameters stay whole
+    return m.requires_grad_(False)
+
+
+def of_sharded(m):
+    return lambda w: m(w) * m.field
+
+
 def values():
     return torch.rand(1, 2, 3 * WORLD.size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -113,6 +123,40 @@ def test_traces_by_make_fx_are_refused(trace):
     x = shard(values(), mesh_of((WORLD.size,)), [ms.Shard(2)])
     with pytest.raises(ms.UnsupportedOperationError, match="make_fx with ShardTensors"):
         trace(x)
+
+
+@pytest.mark.parametrize(
+    "made_of",
+    [
+        lambda mesh, x: lambda w: (x * w).sum(2).full_tensor(),
+        lambda mesh, x: of_sharded(sharded(mesh)),
+        lambda mesh, x: lambda w: ms.all_reduce(w, mesh),
+        lambda mesh, x: lambda w: ms.all_gather(w, mesh, dim=0),
+        lambda mesh, x: lambda w: ms.shift(w, mesh, 0, 1),
+        lambda mesh, x: lambda w: ms.ShardTensor.from_local(w, mesh, [ms.Shard(0)]).to_local(),
+        lambda mesh, x: lambda w: ms.scatter_tensor(w, 0, mesh, [ms.Shard(2)]).to_local(),
+    ],
+)
+@pytest.mark.parametrize("trace", [lambda f, w: torch.jit.trace(f, (w,)), lambda f, w: make_fx(f)(w)])
+@pytest.mark.filterwarnings("ignore")
+def test_a_trace_of_what_communicates_is_refused(trace, made_of):
+    """Its graph would hold what came from other ranks as constants, whatever it is given later."""
+    mesh = mesh_of((WORLD.size,))
+    f = made_of(mesh, shard(values(), mesh, [ms.Shard(2)]))
+    with pytest.raises(ms.UnsupportedOperationError, match=r"ShardTensors|trace|make_fx"):
+        trace(f, values())
+
+
+@pytest.mark.parametrize("export", [lambda m, x: torch.jit.trace(m, (x,)), lambda m, x: torch.export.export(m, (x,))])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_exports_of_models_that_own_shards_are_refused(export, grad):
+    """Their graphs would hold what was gathered of sharded parameters, in memory that is used again."""
+    mesh = mesh_of((WORLD.size,))
+    m = sharded(mesh).requires_grad_(grad)
+    assert WORLD.size == 1 or any(isinstance(p, ms.ShardTensor) for p in m.parameters())
+    with pytest.raises(ms.UnsupportedOperationError, match=r"a Sequential whose [\w.]+ is one"):
+        export(m, values())
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -133,6 +133,21 @@ def unfit(x: torch.Tensor) -> tuple[str, str] | None:
     return None
 
 
+def followed() -> tuple[str, str] | None:
+    """Return what follows this thread's operations, to keep them as a graph, and what to do; None where nothing does.
+
+    Not collective. What travels is no operation that it knows: its graph would hold what came in as a constant.
+    """
+    if torch._C._get_tracing_state() is not None:  # type: ignore[attr-defined]
+        return "one inside torch.jit.trace", "trace what does not communicate, or call the function itself"
+    if torch._C._len_torch_dispatch_stack():
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        if get_proxy_mode() is not None:
+            return "one inside make_fx", "trace what does not communicate, or call the function itself"
+    return None
+
+
 def uncopied(x: torch.Tensor) -> tuple[str, str] | None:
     """Return what a tensor is whose cells torch does not copy, and what to give instead; None of others.
 
