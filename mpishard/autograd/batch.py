@@ -17,12 +17,12 @@ from mpishard.errors import UnsupportedOperationError
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
 
 
-def vmap_refused() -> UnsupportedOperationError:
-    """Return the error for what the caller does inside ``torch.vmap``. Not collective."""
+def vmap_refused(called: str = "") -> UnsupportedOperationError:
+    """Return the error for what the caller does inside ``torch.vmap``, or for this call. Not collective."""
     return UnsupportedOperationError(
         "torch.vmap over a communicating operation",
         expected="a call outside torch.vmap",
-        got=f"{_called()} inside it",
+        got=f"{called or _called()} inside it",
         fix="give the operation the whole batch, or loop over it",
     )
 
@@ -43,8 +43,13 @@ def _called() -> str:
 def refuse_batched(tensors: Iterable[Any]) -> None:
     """Raise where one is a batch of cotangents or tangents. Not collective."""
     for x in tensors:
-        if isinstance(x, Tensor) and (_functorch.is_legacy_batchedtensor(x) or _functorch.is_batchedtensor(x)):
+        if isinstance(x, Tensor) and is_batched(x):
             raise batch_refused()
+
+
+def is_batched(x: Tensor) -> bool:
+    """Tell whether a tensor is a batch of ``torch.vmap``. Not collective."""
+    return _functorch.is_legacy_batchedtensor(x) or _functorch.is_batchedtensor(x)  # type: ignore[no-any-return]
 
 
 def batch_refused() -> UnsupportedOperationError:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from mpishard.autograd.argument import require_mesh, valueless, whole_number
+from mpishard.autograd.batch import is_batched, vmap_refused
 from mpishard.autograd.graph import recorded
 from mpishard.comm import guard
 from mpishard.comm.collective.transfer import scatter_blocks
@@ -135,6 +136,8 @@ def scattered(
         signature = f"{call}{(root, *asked(placements, sizes), multiple, requires_grad, *alike)}"
         if mesh.rank == root:
             assert tensor is not None
+            if is_batched(tensor):
+                raise vmap_refused(call)
             layout = new_layout(call, mesh, placements, tensor.shape, sizes, multiple)
             meta = (tuple(tensor.shape), tensor.dtype)
     except Exception as e:  # noqa: BLE001 (of wrong arguments Python and torch raise anything)

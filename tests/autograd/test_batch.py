@@ -93,6 +93,16 @@ def test_refused(f):
     [
         (lambda x: torch.func.hessian(lambda w: (x * w).sum().full_tensor())(W), r"torch\.Tensor\.__mul__"),
         (lambda x: torch.vmap(lambda w: torch.add(x, w).to_local())(values(3, 4)), r"torch\.add"),
+        (
+            lambda x: torch.vmap(lambda w: ms.scatter_tensor(w, 0, x.mesh, [ms.Shard(0)]))(values(2, 4)),
+            "scatter_tensor",
+        ),
+        (
+            lambda x: torch.vmap(lambda w: ms.distribute_tensor(w, x.mesh, [ms.Shard(0)], src_data_rank=0))(
+                values(2, 4)
+            ),
+            "distribute_tensor",
+        ),
         (lambda x: torch.func.jacrev(lambda w: (x * w).mean(0).full_tensor())(W), "backward"),
     ],
 )
