@@ -330,12 +330,20 @@ def chunk(input: ShardTensor, chunks: int, dim: int = 0) -> Any:
     return _parts(settled(input), d, sizes)
 
 
+def _one_of(call: str, *given: Any) -> Any:
+    """Return the argument that is given, by any of its names. Not collective."""
+    found = [g for g in given if g is not None]
+    if len(found) != 1:
+        raise TypeError(f"{call} takes one of indices and sections, got {len(found)}")
+    return found[0]
+
+
 @implements(torch.tensor_split, torch.Tensor.tensor_split, sharded="local")
 def tensor_split(
     input: Any, indices_or_sections: Any = None, dim: int = 0, *, indices: Any = None, sections: Any = None
 ) -> Any:
     """Cut a dim into nearly equal parts, or at given cells. Not collective."""
-    given = next(g for g in (indices_or_sections, indices, sections) if g is not None)
+    given = _one_of("tensor_split", indices_or_sections, indices, sections)
     if isinstance(given, Tensor):
         if given.ndim > 1 or given.dtype != torch.int64:
             raise RuntimeError(
@@ -359,8 +367,8 @@ def tensor_split(
 
 
 def _axis_split(dim_of: Any, least: int = 1) -> Any:
-    def rule(input: ShardTensor, indices_or_sections: Any = None, **named: Any) -> Any:
-        given = indices_or_sections if indices_or_sections is not None else next(iter(named.values()))
+    def rule(input: ShardTensor, indices_or_sections: Any = None, *, indices: Any = None, sections: Any = None) -> Any:
+        given = _one_of("a split", indices_or_sections, indices, sections)
         if isinstance(given, Tensor) and (_is_integer(given) or given.dtype == torch.uint8):
             given = given.tolist()  # of any width, as torch takes them for ints
         d = dim_of(input.ndim)

@@ -96,3 +96,13 @@ VECTORS = {
 def test_second_derivatives_of_vectors_joined(name):
     """Of an operand that has no cells on a rank, torch's own would end there."""
     compare_penalties(VECTORS[name], field(7), (0,))
+
+
+@pytest.mark.parametrize("name", ["tensor_split", "hsplit", "vsplit", "dsplit"])
+@pytest.mark.parametrize("given", [{}, {"padding": 1}, {"sections": 2, "padding": 1}, {"sections": 2, "indices": [1]}])
+def test_a_split_by_nothing_or_by_two_is_refused(name, given):
+    """StopIteration from a rule would end a generator that calls it, in silence."""
+    full = torch.zeros(2, 4, 6)
+    for x in (full, shard(full, mesh_of((WORLD.size,)), [ms.Shard(1)])):
+        with pytest.raises(TypeError):
+            [*(part for _ in range(1) for part in getattr(x, name)(**given))]
