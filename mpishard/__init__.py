@@ -1,6 +1,7 @@
 """Domain parallelism for torch on plain MPI: shard the spatial dims of a sample over a Cartesian mesh."""
 
 import sys as _sys
+from contextlib import nullcontext as _nullcontext
 from importlib import import_module as _import_module
 from importlib.machinery import PathFinder as _PathFinder
 from threading import RLock as _RLock
@@ -113,12 +114,21 @@ _MODULES = frozenset(
 _importing = _RLock()
 
 
+def _load(module: str) -> _Any:
+    """Return a module; what modules try of torch as they are read is nothing that an exporter or a counter has seen."""
+    dispatch = _sys.modules.get("torch.utils._python_dispatch")
+    at_work = dispatch is not None and dispatch._len_torch_dispatch_stack()
+    # threads that begin at different ends of a circle would see modules half made
+    with _importing, dispatch._disable_current_modes() if dispatch is not None and at_work else _nullcontext():
+        return _import_module(module)
+
+
 def _attend_compile(torch: _Any) -> None:
     """Have `torch.compile` load what compiles ShardTensors: in a function made without it, Dynamo reads the package."""
     known = torch.compile
 
     def compile(*args: _Any, **kwargs: _Any) -> _Any:
-        _import_module("mpishard.tensor")  # which puts its own in place
+        _load("mpishard.tensor")  # which puts its own in place
         return torch.compile(*args, **kwargs)
 
     compile.of_torch = known  # type: ignore[attr-defined]
@@ -153,14 +163,12 @@ else:
 def __getattr__(name: str) -> _Any:
     if name not in _HOME_OF and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # threads that begin at different ends of a circle would see modules half made
-    with _importing:
-        if name in _MODULES:
-            return _import_module(f"mpishard.{name}")
-        home = _HOME_OF[name]
-        if home.startswith("mpishard.ops"):
-            _import_module("mpishard.tensor")
-        found = globals()[name] = getattr(_import_module(home), name)
+    if name in _MODULES:
+        return _load(f"mpishard.{name}")
+    home = _HOME_OF[name]
+    if home.startswith("mpishard.ops"):
+        _load("mpishard.tensor")
+    found = globals()[name] = getattr(_load(home), name)
     return found
 
 

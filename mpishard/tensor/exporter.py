@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def refused(what: str, got: str) -> UnsupportedOperationError:
     )
 
 
-def _guarded_export(name: str, export: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded_export(name: str, export: Callable[..., Any], within: Callable[[str], Any]) -> Callable[..., Any]:
     @functools.wraps(export)
     def run(*args: Any, **kwargs: Any) -> Any:
         if holds_shards((args, kwargs)):
@@ -38,7 +39,7 @@ def _guarded_export(name: str, export: Callable[..., Any]) -> Callable[..., Any]
         for model in tree_leaves((args, kwargs)):
             if isinstance(model, nn.Module) and (own := _own_shard(model)):
                 raise refused(f"{name} with ShardTensors", f"a {type(model).__name__} whose {own} is one")
-        with _Refusing(name):
+        with within(name):
             return export(*args, **kwargs)
 
     return run
@@ -93,10 +94,11 @@ def _guarded_trace(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any
 
 
 TorchFunctionMetadataMode.__torch_function__ = _guarded_trace  # type: ignore[method-assign]
-for _module, _name, _called in (
-    (torch.jit, "trace", "torch.jit.trace"),
-    (torch.jit, "trace_module", "torch.jit.trace_module"),
-    (torch.jit, "_get_trace_graph", "torch.onnx.export"),
-    (torch.export, "export", "torch.export.export"),
+for _module, _name, _called, _within in (
+    (torch.jit, "trace", "torch.jit.trace", _Refusing),
+    (torch.jit, "trace_module", "torch.jit.trace_module", _Refusing),
+    (torch.jit, "_get_trace_graph", "torch.onnx.export", _Refusing),
+    # what it finds comes to `_guarded_trace`; Dynamo would read a mode, and make no graph of torch.cond's kin
+    (torch.export, "export", "torch.export.export", nullcontext),
 ):
-    setattr(_module, _name, _guarded_export(_called, getattr(_module, _name)))
+    setattr(_module, _name, _guarded_export(_called, getattr(_module, _name), _within))

@@ -145,6 +145,27 @@ assert type(f(torch.ones(2))) is torch.Tensor
     subprocess.run(python("-c", code), cwd=ROOT, check=True, timeout=300)
 
 
+def test_exports_of_plain_models_are_those_without_the_package() -> None:
+    """Also by what compiles inside them, where the package is read, and then finds exporters at work."""
+    code = """
+import torch
+class Model(torch.nn.Module):
+    def forward(self, x):
+        y = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+        return torch._higher_order_ops.map(lambda row: row.exp(), y)
+def graphs():
+    made = [torch.export.export(Model(), (torch.ones(3, 2),), strict=strict).graph for strict in (False, True)]
+    traced = torch.jit.trace(torch.nn.Linear(2, 2), (torch.ones(3, 2),)).graph
+    return [[str(node.target) for node in graph.nodes] for graph in made], len(list(traced.nodes()))
+before = graphs()
+import mpishard as ms
+assert graphs() == before
+ms.ShardTensor
+assert graphs() == before
+"""
+    subprocess.run(python("-c", code), cwd=ROOT, check=True, timeout=300)
+
+
 def test_plain_checkpoints_from_before_the_first_tensor_run_backward() -> None:
     code = """
 import mpishard as ms, torch
