@@ -267,7 +267,7 @@ MATRICES = {
     "matrix_power": lambda x: torch.linalg.matrix_power(x[..., :6, :], 3),
     "matrix_exp": lambda x: torch.linalg.matrix_exp(x[..., :6, :].float() / 6),
 }
-if RELEASE >= (2, 15):  # torch has it no more
+if RELEASE >= (2, 14):  # torch has it no more
     del MATRICES["torch.cholesky"]
 
 

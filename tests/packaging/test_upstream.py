@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.release import RELEASE
 
 DOCS = Path(__file__).parents[2] / "docs" / "upstream.md"
-# right from torch 2.15 on, as the table says; older releases are supported, so what works around them stays
-MENDED = {"fft", "negative strides", "pixel_shuffle factor"} if RELEASE >= (2, 15) else set()
+# right from these releases of torch on, as the table says; older ones are supported, so what works around them stays
+MENDED = {"fft", "pixel_shuffle factor"} if RELEASE >= (2, 15) else set()
+MENDED |= {"negative strides"} if RELEASE >= (2, 14) else set()
 # the kernel that writes past the end is one for AVX-512
 MENDED |= set() if "AVX512" in torch.backends.cpu.get_cpu_capability() else {"convolution"}
 # and those of one column, and of few, ones for AMX
