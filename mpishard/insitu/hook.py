@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import copy_context
+from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +102,7 @@ class Hook:
         self.every, self._warm_up = every, warm_up
         self.times = {"pack": 0.0, "model": 0.0, "write": 0.0}
         self.calls = self.runs = 0
-        self._flight: tuple[threading.Thread | None, _Run | None] | None = None
+        self._flight: tuple[threading.Event | None, _Run | None] | None = None
 
     def __call__(self) -> bool:
         """Run the model on the fields as they are now; return whether it was its turn. Collective.
@@ -126,7 +127,7 @@ class Hook:
         return True
 
     def start(self) -> bool:
-        """Start the model on the fields as they are now, in a thread of its own; return whether it is its turn.
+        """Start the model on the fields as they are now, in another thread; return whether it is its turn.
 
         Collective. The inputs' owned cells are copied, so the solver may go on and write, exchange halos (its own
         way, or by ``u.exchange()``) and `rebind`. Other work on tensors of the simulation that communicates raises
@@ -152,16 +153,14 @@ class Hook:
             return False
         for field in self._simulation.fields.values():
             field._prepare()
-        copies = []
+        copies: list[Any] = []
         for field in self.inputs:
             copies.append(field._enter().clone())
             field._leave()
         run = _Run()
-        act = (self._model_beside, run, copies, _modes(self._simulation.mesh.device))
-        thread = threading.Thread(target=copy_context().run, args=act, name="mpishard-hook", daemon=True)
-        self._flight = (thread, run)
+        act = partial(copy_context().run, self._model_beside, run, copies, _modes(self._simulation.mesh.device))
+        self._flight = (self._simulation._beside.start(act), run)
         self._simulation._flying = self
-        thread.start()
         self._simulation.mesh.lend("a hook's model, from start() to wait(),")
         return True
 
@@ -181,11 +180,11 @@ class Hook:
                 got="wait() alone",
                 fix="call start()",
             )
-        (thread, run), self._flight = self._flight, None
-        if thread is None or run is None:
+        (done, run), self._flight = self._flight, None
+        if done is None or run is None:
             return False
         self._simulation._flying = None
-        thread.join()
+        done.wait()
         self._simulation.mesh.lend()
         for field in self._simulation.fields.values():
             field._ready = None

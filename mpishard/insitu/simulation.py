@@ -15,6 +15,7 @@ from mpishard.comm.agreement import Agreement
 from mpishard.comm.halo.exchanger import Width, width_pair
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError
+from mpishard.insitu.beside import Beside
 from mpishard.insitu.box import misplaced
 from mpishard.insitu.field import Field, staggered_dims
 from mpishard.insitu.hook import Hook, told
@@ -130,6 +131,7 @@ class Simulation:
         # owned cells of all positions along each mesh dim, once known
         self._sizes: list[tuple[int, ...] | None] = [None] * mesh.ndim
         self._flying: Hook | None = None  # the same on all ranks
+        self._beside = Beside()  # where models run that were started
         self._released = False
 
     def _begin(
@@ -468,6 +470,7 @@ class Simulation:
 
     def _free(self) -> None:
         self._released = True
+        self._beside.end()
         for field in self.fields.values():
             field._release()
         self.mesh.free()

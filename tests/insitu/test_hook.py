@@ -394,6 +394,30 @@ def test_errors_beside_the_solver(host, sim, monkeypatch):
             hook.start()
 
 
+def test_models_that_are_started_run_in_one_thread_until_the_release(host, sim):
+    """MPI keeps memory for every thread that there has been."""
+    u, tau, threads = host.array(), host.array() * 0, []
+    sim.field("u", u)
+    sim.field("tau", tau)
+
+    def model(x):
+        threads.append(threading.current_thread())
+        if len(threads) == 2:
+            raise KeyError("lost")
+        return x + len(threads)
+
+    hooks = [sim.hook(model, ["u"], ["tau"]) for _ in range(2)]
+    for step in range(4):
+        hooks[step % 2].start()
+        with pytest.raises(ms.MpishardError, match="lost") if step == 1 else nullcontext():
+            hooks[step % 2].wait()
+    assert set(threads) == {threads[0]} != {threading.current_thread()}
+    np.testing.assert_array_equal(tau[host.interior], (host.whole + 4)[host.box])
+    sim.release()
+    threads[0].join(30)
+    assert not threads[0].is_alive()
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_release_waits_for_what_was_started(host, sim, monkeypatch, broken):
     u, tau = host.array(), host.array() * 0
