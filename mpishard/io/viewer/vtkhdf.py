@@ -65,7 +65,8 @@ def write_vtkhdf(path: Path, form: Schema) -> None:
 
     Not collective; one rank calls it, on a complete file. A VTKHDF image has one grid of even spacing: that of the
     scales of its dims where they are even, else 0, 1, 2... Leading dims become fields ``name[i,j]``, groups come
-    with a dot (``fields.t``), steps become times. Complex and bool datasets are left out.
+    with a dot (``fields.t``), steps become times (a first one, alone, has none). Complex and bool datasets are
+    left out.
     """
     for target, grid in _targets(path, stored(path, form)):
         replaced(target, lambda at, grid=grid: _write(at, path, grid))  # type: ignore[misc]
@@ -84,15 +85,22 @@ def _write(at: Path, path: Path, grid: Grid) -> None:
         image.attrs["Origin"], image.attrs["Spacing"] = np.array(origin), np.abs(spacing)
         image.attrs["Direction"] = direction.ravel()
         fields = image.create_group("PointData")
+        # where there is one step, or one cell along a dim, VTK reads arrays that have no such dim
+        times = () if grid.times is None else (len(grid.times),)
+        steps = tuple(n for n in times if n > 1)
+        flat = tuple(n for n in grid.space if n > 1) or (1,)
         for v in grid.variables:
-            steps = () if grid.times is None else (len(grid.times),)
-            source = virtual_source(path.name, v.name, (*steps, *v.shape), v.dtype)
+            source = virtual_source(path.name, v.name, (*times, *v.shape), v.dtype)
             for name, index in _named(grid, v):
-                field = h5py.VirtualLayout((*steps, *grid.space), v.dtype)
-                field[...] = source[(*(slice(None) for _ in steps), *index)]
+                field = h5py.VirtualLayout((*steps, *flat), v.dtype)
+                field[...] = source[(*map(_all_or_first, times), *index, *map(_all_or_first, grid.space))]
                 fields.create_virtual_dataset(name, field)
-        if grid.times is not None:
+        if grid.times is not None and steps:
             _add_steps(image, grid.times, list(fields))
+
+
+def _all_or_first(n: int) -> int | slice:
+    return slice(None) if n > 1 else 0
 
 
 def _add_steps(image: Any, times: tuple[float, ...], names: list[str]) -> None:

@@ -105,3 +105,20 @@ def test_steps(mesh, folder):
             for c in range(2):
                 assert np.array_equal(array(image, f"x[{c}]", full.shape[1:]), full[c].numpy() + step)
     WORLD.Barrier()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize(
+    "space", [(3, 4), (1, 4), (3, 1), (1, 1), (1, 3, 4), (2, 1, 4), (2, 3, 1), (1, 3, 1), (1, 1, 1)], ids=str
+)
+def test_dims_of_one_cell_and_single_steps(mesh, folder, space, steps):
+    one = [values(space) + step for step in range(steps or 1)]
+    for step, full in enumerate(one):
+        options = {"append": "time", "scales": {"time": step / 2}} if steps else {}
+        ms.io.write(folder / "a.h5", {"x": sharded(full, mesh)}, vtkhdf=True, **options)
+    if WORLD.rank == 0:
+        for step, full in enumerate(one):
+            image, _ = opened(folder / "a.vtkhdf", step / 2 if steps else None)
+            assert image.GetDimensions() == (*space[::-1], 1)[:3]
+            assert np.array_equal(array(image, "x", space), full.numpy())
+    WORLD.Barrier()
