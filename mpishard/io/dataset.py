@@ -405,7 +405,7 @@ class Loader:
         own = self._order()
         try:
             given = {key: int(value) for key, value in state.items()}
-        except (AttributeError, TypeError, ValueError):
+        except (ArithmeticError, AttributeError, TypeError, ValueError):
             given = {}
         epoch, position = given.pop("epoch", -1), given.pop("position", -1)
         if given != own or epoch < 0 or not 0 <= position <= len(self):

@@ -117,7 +117,7 @@ def test_inputs_with_targets(stream, mesh, folder):
     for sizes in ({"prefetch": 0}, {"prefetch": None}, {"batch_size": 0}, {"batch_size": -1}, {"batch_size": 1.5}):
         with pytest.raises(ms.LayoutError, match="prefetch"):
             ms.io.Loader(ds, **sizes)
-    for state in (None, {}, {"epoch": "a"}, 3):
+    for state in (None, {}, {"epoch": "a"}, {"epoch": float("inf")}, 3):
         with pytest.raises(ms.LayoutError, match="another order"):
             ms.io.Loader(ds).load_state_dict(state)
     assert full.ndim == 3
@@ -241,6 +241,10 @@ def test_packed_samples(mesh, folder):
         (np.int16([-32768, 1]), {"_FillValue": np.int16(-32768), "scale_factor": 0.01}, torch.bfloat16, [np.nan, 0.01]),
         (np.int16([1, 2]), {"scale_factor": 0.1}, torch.float64, [0.1, 0.2]),
         (np.complex64([1 + 2j, 3j]), {"scale_factor": 2.0}, None, [2 + 4j, 6j]),
+        (np.float16([np.inf, 2]), {"_FillValue": 1e20, "missing_value": 2.0}, torch.float32, [np.inf, np.nan]),
+        (np.float32([np.inf, -np.inf]), {"missing_value": [1e300, -np.inf]}, torch.float64, [np.inf, np.nan]),
+        (np.float32([np.inf, 3.4028235e38]), {"_FillValue": 3.4028235e38}, torch.float64, [np.inf, np.nan]),
+        (np.complex64([np.inf, 3j]), {"missing_value": 1e300}, None, [np.inf, 3j]),
     ],
 )
 def test_packed_values_of_another_dtype(mesh, folder, stored, attributes, dtype, expected):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,8 +75,12 @@ def decoding_of(dataset: Any, stored: torch.dtype) -> Decoding | None:
 
 def _as_stored(value: Any, dtype: torch.dtype) -> list[Any]:
     """Return a missing value as it is stored, -1 in unsigned bytes as 255; nothing where no number is like it."""
-    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+    if dtype is torch.bool:
         return [value]
+    if dtype.is_floating_point or dtype.is_complex:
+        # 1e20 of a half would be its infinity, which is a value
+        like = torch.tensor(value, dtype=dtype, device="cpu").item()
+        return [value] if cmath.isfinite(like) or not cmath.isfinite(value) else []
     if not math.isfinite(value) or value != int(value):
         return []
     low, high, value = torch.iinfo(dtype).min, torch.iinfo(dtype).max, int(value)
