@@ -26,7 +26,7 @@ from mpishard.io.file.open import check_chunks, check_sources, closed, damaged, 
 from mpishard.io.file.parts import narrowed
 from mpishard.io.file.seen import Seen, changed
 from mpishard.io.file.trust import Path, check_memory, shown, told
-from mpishard.io.read import Part, Window, no_device, part_of
+from mpishard.io.read import Part, Window, at_rest, no_device, opened_alike, part_of
 from mpishard.layout import Layout, Replicate, Shard, as_placements, largest, layout_of
 from mpishard.tensor import ShardTensor, wrap
 
@@ -81,12 +81,17 @@ class Dataset(data.Dataset[Any]):
     ) -> None:
         require_mesh("io.Dataset", mesh)
         self.path, self.name, self.mesh = path, name, mesh
-        self._comm = mesh.all_ranks.comm
-        self._pid = os.getpid()
-        # the file, and the one in memory that shows this rank's part of a virtual dataset
-        self._files: list[Any] = []
+        self._comm, self._pid = mesh.all_ranks.comm, os.getpid()
+        self._files: list[Any] = []  # and the one in memory that shows this rank's part of a virtual dataset
+        options = {"dtype": dtype, "multiple": multiple, "decode": decode}
+        at_rest(path, lambda: self._opened(Seen(path), placements, device, sizes, external, **options))
+        self.sample_shape, self.dtype = self.shape[1:], self._part.dtype
+        self._lock = threading.Lock()
+
+    def _opened(self, seen: Seen, placements: Any, device: Any, sizes: Any, external: bool, **options: Any) -> Any:
+        """Open the file, and return None on every rank where it has changed meanwhile. Collective."""
+        path, name, mesh, part, self._files = self.path, self.name, self.mesh, "", []
         error: Exception | None = None
-        signature = f"io.Dataset {shown(name)} of {told(path)}"
         try:
             self.device = torch.device(mesh.device if device is None else device)
         except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
@@ -106,9 +111,7 @@ class Dataset(data.Dataset[Any]):
             # the dataset's own dims: the sample's come after the first
             shifted = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in own]
             cut = {d + 1 if d >= 0 else d: s for d, s in sizes.items()} if isinstance(sizes, Mapping) else sizes
-            self._part: Part = part_of(
-                self._dataset, name, mesh, shifted, dtype=dtype, sizes=cut, multiple=multiple, decode=decode
-            )
+            self._part: Part = part_of(self._dataset, name, mesh, shifted, sizes=cut, **options)
             self._window: Window = self._part.window(mesh)
             box, whole = self._part.layout.box(mesh.coords), self._dataset
             self._dataset = narrowed(whole, path, box)
@@ -116,21 +119,18 @@ class Dataset(data.Dataset[Any]):
             self._seen = Seen(path, self._files[0])
             self._seen.add(check_sources(self._dataset, path, box, external=external, whole=self._dataset is not whole))
             check_chunks(self._dataset, name)
-            self._local = self._window.shape[1:]
-            signature += f" {self._part!r}, external={bool(external)}"
+            part = f" {self._part!r}, external={bool(external)}"
         except MpishardError as e:
             error = error or e
         except Exception as e:  # noqa: BLE001 (of a damaged file h5py raises anything)
             error = error or damaged(path, name, e)
+        same = None
         try:
-            guard.agree(self._comm, error, signature)
-        except MpishardError:
-            # open, a file that is damaged would be found as it is now by who opens it when it is mended
-            self._shut()
-            raise
-        self.sample_shape = self.shape[1:]
-        self.dtype = self._part.dtype
-        self._lock = threading.Lock()
+            same = opened_alike(self._comm, error, f"io.Dataset {shown(name)} of {told(path)}", part, seen) or None
+        finally:
+            if not same:  # open, a file that is damaged would be found as it is now by who opens it when it is mended
+                self._shut()
+        return same
 
     def __len__(self) -> int:
         return self.shape[0]  # type: ignore[no-any-return]
@@ -236,7 +236,7 @@ class Dataset(data.Dataset[Any]):
             # of the largest block: a rank without cells must not go through samples that the others refuse
             cells = math.prod(n if cut is None else largest(cut) for n, cut in zip(batch.shape, batch.sizes))
             check_memory(cells * self.dtype.itemsize, f"samples of {self.name!r}")
-            out = host_tensor((len(indices), *self._local), self.dtype, self.device)
+            out = host_tensor((len(indices), *self._window.shape[1:]), self.dtype, self.device)
             first, *rest = self._part.axes
             runs = self._window.runs[1:]
             for i, t in enumerate(indices):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -141,12 +141,31 @@ def read(
     """
     require_mesh("io.read", mesh)
     asked = _Asked(placements, dtype, device, sizes, multiple, select, decode, halo, mode, out, backend, external)
+    return at_rest(path, lambda: _once(path, name, mesh, asked))
+
+
+def at_rest(path: Path, once: Callable[[], Any]) -> Any:
+    """Return what a call returns, called anew where that is None, as the file has changed meanwhile. Collective.
+
+    Raises
+    ------
+    FileError
+        It has each time.
+    """
     for _ in range(_TRIES):
-        got = _once(path, name, mesh, asked)
+        got = once()
         if got is not None:
             return got
         time.sleep(_PAUSE_S)
     raise changed(path, "it is written to again and again")
+
+
+def opened_alike(comm: Any, error: Exception | None, call: str, part: str, seen: Seen) -> bool:
+    """Agree on errors, and tell whether all ranks have opened the same state of a file. Collective.
+
+    A rank that looks once all have opened it sees whether what it has open was replaced before another one came.
+    """
+    return not any(_agreed(comm, e, call, told, 0, seen)[1] for e, told in ((error, part), (None, "")))
 
 
 class _Asked(NamedTuple):

@@ -161,6 +161,35 @@ def test_ranks_that_find_other_steps(mesh, folder, monkeypatch):
     assert torch.all(x.full_tensor() == torch.arange(6.0)[:, None, None])
 
 
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("steps", [5, 6])
+def test_a_dataset_of_which_ranks_open_other_files(mesh, folder, monkeypatch, steps):
+    """Opened anew: the one that is replaced stays to those who have it open, and would be one rank's alone."""
+    at, other = folder / "a.h5", folder / "b.h5"
+    counted(at, 5)
+    store(other, a=(np.full((steps, 4, 3), 9.0), {}))
+    module, calls = sys.modules["mpishard.io.dataset"], []
+    opened = module.opened
+
+    def meanwhile(path):
+        calls.append(1)
+        if len(calls) > 1:
+            return opened(path)
+        if WORLD.rank:
+            WORLD.Barrier()
+            return opened(path)
+        file = opened(path)
+        other.replace(at)
+        WORLD.Barrier()
+        return file
+
+    monkeypatch.setattr(module, "opened", meanwhile)
+    with ms.io.Dataset(at, "a", mesh, WHOLE) as ds:
+        assert len(ds) == steps
+        assert torch.all(ds[2].full_tensor() == 9)
+    assert len(calls) == 2
+
+
 def test_a_file_system_that_numbers_open_files_otherwise(mesh, folder, monkeypatch):
     at = folder / "a.h5"
     counted(at, 5)
