@@ -15,6 +15,7 @@ from tests.compare import WORLD, mesh_of
 from tests.models.convolutional import UNet
 from tests.models.transformer import SwinBlock, VisionTransformer
 from tests.models.twin import close, data, mean_square, run, same_state, seeded
+from tests.release import RELEASE
 
 
 def fno():
@@ -32,7 +33,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [name for name in MODELS if name != "FNO" or RELEASE >= (2, 13)]
+)  # 2.8 does not read it
 def test_a_step_is_one_graph(name, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
     build, shape, dim = MODELS[name]

@@ -25,6 +25,7 @@ import mpishard as ms
 from mpishard.errors import NoShardingRule, UnsupportedOperationError
 from tests.compare import compare, flat, gathered, mesh_of, shard
 from tests.conftest import has_gpu
+from tests.release import RELEASE
 
 WORLD = MPI.COMM_WORLD
 DEVICE = "cuda" if has_gpu() else "cpu"
@@ -162,7 +163,7 @@ def forms(tensors: list[Tensor]) -> Iterator[tuple[str, list[Placed]]]:
     yield "empty", [(0, (*nothing, t.shape[0])) if t.ndim else None for t in tensors]
 
 
-def tried(call: Call, placed: list[Placed], drawn: bool) -> str:
+def tried(call: Call, placed: list[Placed], drawn: bool, sums: tuple[bool, ...]) -> str:
     """What came of a call on shards: '' where all was right."""
     mesh = mesh_of((WORLD.size,))
     operands: list[Any] = []
@@ -178,7 +179,7 @@ def tried(call: Call, placed: list[Placed], drawn: bool) -> str:
             got = flat(gathered(call.run(*(shard(*o) for o in operands))))
             assert [(t.shape, t.dtype) for t in got] == [(t.shape, t.dtype) for t in expected]
         else:
-            for summed in (False, True):
+            for summed in sums:
                 got = compare(
                     call.run,
                     operands,
@@ -219,12 +220,14 @@ def outcomes(entry: Any, draw: random.Random | None) -> dict[str, str] | None:
     Of all samples, or of one that is drawn.
     """
     found: dict[str, str] | None = None
+    # torch 2.8 has no transform of one number in all cells, which is the cotangent of a sum
+    sums = (False,) if entry.name.startswith("fft.") and RELEASE < (2, 13) else (False, True)
     each = list(enumerate(calls(entry, SEEN if draw is None else SEEN_TO_DRAW)))
     for i, call in each if draw is None else draw.sample(each, min(1, len(each))):
         found = found or {}
         for form, placed in forms(call.tensors):
             what = f"{name_of(entry)}@{form}"
-            outcome = together(tried(call, placed, name_of(entry) in DRAWN), what)
+            outcome = together(tried(call, placed, name_of(entry) in DRAWN, sums), what)
             if outcome:
                 found.setdefault(what, f"sample {i}: {outcome}")
     return found

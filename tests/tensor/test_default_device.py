@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import mpishard as ms
 from tests.compare import WORLD
 from tests.conftest import has_gpu
+from tests.release import RELEASE
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="meshes are on a GPU: tests of theirs name devices")
 
@@ -181,7 +182,9 @@ def measured(given, folder):
 
 
 CALLS = [scattered, made, halos, collectives, trained, sharded, files, inside, irregular, attended, derived]
-CALLS += [around, adjoint, grouped, measured]
+CALLS += [adjoint, grouped, measured]
+if RELEASE >= (2, 13):  # what checkpoints of torch 2.8 keep for themselves lies on the default device
+    CALLS.append(around)
 
 
 @pytest.mark.parametrize("call", CALLS)

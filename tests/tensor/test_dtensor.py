@@ -15,6 +15,7 @@ import mpishard as ms
 from mpishard.comm import guard
 from mpishard.physicsnemo import scatter_tensor
 from tests.compare import WORLD, mesh_of
+from tests.release import RELEASE
 
 # as published programs write it, but for one line of its imports: that of physicsnemo.distributed
 PROGRAM = """
@@ -338,7 +339,7 @@ def test_a_dtensor_among_the_operands_is_named(call):
         assert torch.equal(x.full_tensor(), full)
         # of one cell, torch takes a block for a DTensor
         one = ms.ones(mesh.size, mesh=mesh, placements=[ms.Shard(0)])
-        for y in (one, one.sum()):
+        for y in (one, one.sum()) if RELEASE >= (2, 13) else ():  # torch 2.8 has no cell of one
             with pytest.raises(ms.UnsupportedOperationError, match="a ShardTensor meets a DTensor"):
                 y + d[0, 0]
     finally:

@@ -9,6 +9,7 @@ from torch.func import grad, jvp
 
 import mpishard as ms
 from tests.compare import WORLD, mesh_of, shard
+from tests.release import RELEASE
 
 X = torch.randn((2, 5, 7), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 W = torch.rand(7, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) + 0.5
@@ -35,6 +36,9 @@ FUNCTIONS = {
     "made anew": lambda x, _: x + ones_beside(x),
     "low rank": lambda x, _: torch.svd_lowrank(x[0], 5)[1],
 }
+if RELEASE < (2, 13):  # torch 2.8 shows nobody what its transforms wrap
+    for name in ("masked", "nonzero", "unique"):
+        del FUNCTIONS[name]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -65,8 +65,8 @@ def write_vtkhdf(path: Path, form: Schema) -> None:
 
     Not collective; one rank calls it, on a complete file. A VTKHDF image has one grid of even spacing: that of the
     scales of its dims where they are even, else 0, 1, 2... Leading dims become fields ``name[i,j]``, groups come
-    with a dot (``fields.t``), steps become times (a first one, alone, has none). Complex and bool datasets are
-    left out.
+    with a dot (``fields.t``), steps become times (VTK 9.7 shows none where there is one step). Complex and bool
+    datasets are left out.
     """
     for target, grid in _targets(path, stored(path, form)):
         replaced(target, lambda at, grid=grid: _write(at, path, grid))  # type: ignore[misc]
@@ -95,7 +95,7 @@ def _write(at: Path, path: Path, grid: Grid) -> None:
                 field = h5py.VirtualLayout((*steps, *flat), v.dtype)
                 field[...] = source[(*map(_all_or_first, times), *index, *map(_all_or_first, grid.space))]
                 fields.create_virtual_dataset(name, field)
-        if grid.times is not None and steps:
+        if grid.times is not None:
             _add_steps(image, grid.times, list(fields))
 
 

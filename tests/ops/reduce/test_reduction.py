@@ -249,7 +249,8 @@ def test_gradients_of_extrema_that_are_nan(f):
         torch.testing.assert_close(gathered(s.grad), whole.grad, equal_nan=True)
 
 
-@pytest.mark.parametrize("f", [torch.sum, torch.nansum, torch.prod])
+# torch 2.8 has no nansum of them
+@pytest.mark.parametrize("f", [torch.sum, torch.prod, *([torch.nansum] if RELEASE >= (2, 13) else [])])
 def test_sums_of_truths(f):
     x = ties(6, 3)
     for mesh, placements, sizes in layouts((6, 3), (0, 1)):
@@ -589,7 +590,7 @@ def test_truth_along_no_dim(function, dtype):
 def test_a_mean_of_whole_numbers_is_refused():
     x = shard(values(5, 6), mesh_of((WORLD.size,)), [ms.Shard(0)])
     for call in (lambda: torch.nanmean(x, dtype=torch.int32), lambda: torch.nanmean(x.long(), 1)):
-        with pytest.raises(RuntimeError, match="floating point or complex"):
+        with pytest.raises(RuntimeError, match=r"floating point or complex|not implemented for 'Int'"):
             call()
 
 
