@@ -50,8 +50,9 @@ STACK = (
     *("autograd", "cluster", "comm", "coupling", "failure", "graph", "insitu", "io", "models", "nn", "points"),
     *("testing", "test_conv", "test_conv_overlap", "test_reduction", "test_traffic"),
 )
-# Where every test runs; other sizes may take a sample. On another stack, each runs at one of these, which is drawn.
-FULL_SIZES, STACK_SIZES = {2}, {2, 4}
+# Where every test runs; other sizes may take a sample. On another stack, each runs at one of these, which is drawn:
+# more ranks than cores take twice as long.
+FULL_SIZES, STACK_SIZES = {2}, (2, 2, 4)
 # Programs that run in full on one stack, another or not; there may be a sample of them on the one that is left.
 FULL_ON_STACK = {"failure": False, "coupling": True}
 # What launchers tell each of their ranks: hydra, Open MPI, Slurm.
@@ -171,9 +172,9 @@ def chosen(item: pytest.Item, config: pytest.Config) -> bool:
     sizes = {REHEARSAL_SIZE} if folder == GPU and not has_gpu() else set(sizes_of(item))
     if size not in sizes or (size == 6 and folder not in AT_SIX):
         return False
-    full = sizes & (STACK_SIZES if stack else FULL_SIZES)
+    full = [n for n in (STACK_SIZES if stack else FULL_SIZES) if n in sizes]
     if stack and full:
-        full = {sorted(full)[(drawn >> 16) % len(full)]}
+        full = [full[(drawn >> 16) % len(full)]]
     return size in full or not full or of_sample
 
 

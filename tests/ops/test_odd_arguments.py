@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 import warnings
 
 import pytest
@@ -82,13 +83,15 @@ def outcome(function, args):
 
 
 @pytest.mark.ranks(2)
-def test_odd_arguments():
+def test_odd_arguments(request):
+    """Each function with a third of the arguments, others in each run."""
+    draw = random.Random(request.config.option.seed)
     mesh = ms.init_mesh((2,), ("x",))
     whole = [torch.tensor(2.0), torch.arange(6.0), torch.arange(12.0).reshape(3, 4), torch.tensor(0)]
     placed = [ms.Replicate(), ms.Shard(0), ms.Shard(0), ms.Replicate()]
     found, count = [], 0
     for name, function in functions():
-        for k, arguments in enumerate(ARGUMENTS):
+        for k, arguments in draw.sample(list(enumerate(ARGUMENTS)), len(ARGUMENTS) // 3):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 expected, refusal = outcome(function, arguments(*(t.clone() for t in whole)))
@@ -106,5 +109,5 @@ def test_odd_arguments():
                 except AssertionError as e:
                     found.append(f"{name}, {k}: {e}".replace("\n", " "))
     assert WORLD.allgather(count) == [count] * WORLD.size
-    assert count > 5000
+    assert count > 5000 // 3
     assert not found, "\n- ".join(["", *found])
