@@ -159,7 +159,7 @@ class Hook:
             field._leave()
         run = _Run()
         act = partial(copy_context().run, self._model_beside, run, copies, _modes(self._simulation.mesh.device))
-        self._flight = (self._simulation._beside.start(act), run)
+        self._flight = (self._simulation._worker.start(act), run)
         self._simulation._flying = self
         self._simulation.mesh.lend("a hook's model, from start() to wait(),")
         return True

@@ -15,12 +15,12 @@ from mpishard.comm.agreement import Agreement
 from mpishard.comm.halo.exchanger import Width, width_pair
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError
-from mpishard.insitu.beside import Beside
 from mpishard.insitu.box import misplaced
 from mpishard.insitu.field import Field, staggered_dims
 from mpishard.insitu.hook import Hook, told
 from mpishard.insitu.kind import Kinds, outline
 from mpishard.insitu.memory import as_tensor
+from mpishard.insitu.worker import Worker
 from mpishard.layout import Replicate, Shard, layout_of
 from mpishard.tensor.resident import resident
 
@@ -131,7 +131,7 @@ class Simulation:
         # owned cells of all positions along each mesh dim, once known
         self._sizes: list[tuple[int, ...] | None] = [None] * mesh.ndim
         self._flying: Hook | None = None  # the same on all ranks
-        self._beside = Beside()  # where models run that were started
+        self._worker = Worker()  # where models run that were started
         self._released = False
 
     def _begin(
@@ -470,7 +470,7 @@ class Simulation:
 
     def _free(self) -> None:
         self._released = True
-        self._beside.end()
+        self._worker.end()
         for field in self.fields.values():
             field._release()
         self.mesh.free()

@@ -33,9 +33,8 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in MODELS if name != "FNO" or RELEASE >= (2, 13)]
-)  # 2.8 does not read it
+# Dynamo of torch 2.8 does not read the FNO
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "FNO" or RELEASE >= (2, 13)])
 def test_a_step_is_one_graph(name, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
     build, shape, dim = MODELS[name]

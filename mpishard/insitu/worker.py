@@ -1,4 +1,4 @@
-"""One lasting thread beside the host's."""
+"""A lasting worker thread, in which models run that a host has started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from threading import Event, Thread
 _Calls = SimpleQueue[tuple[Callable[[], object], Event] | None]
 
 
-class Beside:
+class Worker:
     """A thread that begins with the first of its calls, and runs them one after the other.
 
     It lasts: for each new thread OpenMP starts others, and MPI keeps some memory for ever.
