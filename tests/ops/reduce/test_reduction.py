@@ -588,11 +588,12 @@ def test_truth_along_no_dim(function, dtype):
 
 
 def test_a_mean_of_whole_numbers_is_refused():
-    text = "floating point or complex" if RELEASE >= (2, 13) else "not implemented for 'Int'"
-    x = shard(values(5, 6), mesh_of((WORLD.size,)), [ms.Shard(0)])
-    for call in (lambda: torch.nanmean(x, dtype=torch.int32), lambda: torch.nanmean(x.long(), 1)):
-        with pytest.raises(RuntimeError, match=text):
-            call()
+    x, text = shard(values(5, 6), mesh_of((WORLD.size,)), [ms.Shard(0)]), "floating point or complex"
+    with pytest.raises(RuntimeError, match=text):
+        torch.nanmean(x.long(), 1)
+    # torch 2.8 asks its kernel
+    with pytest.raises(RuntimeError, match=text if RELEASE >= (2, 13) else "not implemented for 'Int'"):
+        torch.nanmean(x, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("eps", [1e-8, 2.5, 100.0])
