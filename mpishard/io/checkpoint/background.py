@@ -208,17 +208,9 @@ class Saving:
     def _heard(self, folder: Path, number: int, size: int, total: Tensor, pace: _Pace) -> Tensor | None:
         """Add the sums of those below this one in a tree; None where the program has given up."""
         for other in below(number, size):
-            note, since, pause, seen = folder / _note(other), time.monotonic(), 0.01, 0
-            while not note.exists():
-                if self._abandoned.wait(pause):
-                    return None
-                pace.sign()
-                pause = min(2 * pause, 0.5)
-                with contextlib.suppress(OSError):
-                    changed = (folder / _sign(other)).stat().st_mtime_ns
-                    since, seen = (since if changed == seen else time.monotonic()), changed
-                if guard.TIMEOUT_S and time.monotonic() - since > guard.TIMEOUT_S:
-                    raise unwritable(folder, TimeoutError(f"rank {other} has written nothing for a long time"))
+            note = folder / _note(other)
+            if not self._told(note, folder / _sign(other), pace):
+                return None
             head, _, sums = note.read_bytes().partition(b"\n")
             told = json.loads(head)
             if told["error"]:
@@ -229,6 +221,22 @@ class Saving:
             total[tiles] += values
             note.unlink()
         return total
+
+    def _told(self, note: Path, sign: Path, pace: _Pace) -> bool:
+        """Wait for a rank's note, as long as the rank shows that it is there; False where the program has given up."""
+        since, pause, seen = time.monotonic(), 0.01, 0
+        while not note.exists():
+            if self._abandoned.wait(pause):
+                return False
+            pace.sign()
+            pause = min(2 * pause, 0.5)
+            with contextlib.suppress(OSError):
+                changed = sign.stat().st_mtime_ns
+                since, seen = (since if changed == seen else time.monotonic()), changed
+            if guard.TIMEOUT_S and time.monotonic() - since > guard.TIMEOUT_S:
+                silent = TimeoutError(f"rank {note.name} has written nothing for a long time")
+                raise unwritable(note.parents[2], silent)
+        return True
 
 
 def below(rank: int, size: int) -> Iterator[int]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import json
 import os
 import pickle
@@ -24,7 +25,6 @@ from mpi4py import MPI
 from torch import nn
 
 import mpishard as ms
-from mpishard.comm import guard
 from mpishard.errors import FileError, MpishardError
 from mpishard.io.checkpoint import background, checksum, restore
 from mpishard.io.checkpoint import folder as folders
@@ -1114,28 +1114,55 @@ def test_a_model_that_is_no_module(mesh, folder):
     assert torch.equal(other.state["w"], torch.ones(3))
 
 
-def test_a_save_that_takes_longer_than_anything_may_wait(mesh, folder, monkeypatch):
-    """A rank that writes for long shows that it is there."""
-    # of the thread alone: the watchdog would end the job
-    monkeypatch.setattr("mpishard.io.checkpoint.background.guard", SimpleNamespace(TIMEOUT_S=2.0, agree=guard.agree))
-    monkeypatch.setattr("mpishard.io.checkpoint.background.flush", lambda path: None)
-    monkeypatch.setattr("mpishard.io.checkpoint.background._SIGN_S", 0.05)
-    monkeypatch.setattr("mpishard.io.checkpoint.background._TURN_S", -1.0)
+def test_a_rank_that_writes_shows_that_it_is_there(mesh, folder, monkeypatch):
+    monkeypatch.setattr(background, "_SIGN_S", -1.0)
+    monkeypatch.setattr(background, "_TURN_S", -1.0)
     shares = Snapshot.shares
 
-    def slow(self, pause):
-        for _ in range(10 if WORLD.rank == SIZE - 1 else 0):
-            time.sleep(0.25)
-            pause()
+    def watched(self, pause):
+        sign = self.own / background._sign(WORLD.rank)
+        sign.touch()
+        os.utime(sign, (0, 0))
+        pause()
+        assert sign.stat().st_mtime > 0
         return shares(self, pause)
 
-    monkeypatch.setattr(Snapshot, "shares", slow)
-    x = on(mesh, values((30, 40)), 0)
-    saving = ms.io.save_checkpoint(folder, 3, tensors={"x": x}, mesh=mesh, asynchronous=True)
-    while not saving.done():
-        time.sleep(0.1)
-    saving.wait()
+    monkeypatch.setattr(Snapshot, "shares", watched)
+    ms.io.save_checkpoint(folder, 3, tensors={"x": on(mesh, values((30, 40)), 0)}, mesh=mesh, asynchronous=True).wait()
     assert ms.io.load_checkpoint(folder, mesh=mesh).step == 3
+
+
+def test_a_rank_is_waited_for_as_long_as_it_shows_that_it_is_there(tmp_path, monkeypatch):
+    """Whatever the machine's load: with a clock that the test turns."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(background, "time", clock)
+    monkeypatch.setattr(background, "guard", SimpleNamespace(TIMEOUT_S=10.0))
+    note, sign = (tmp_path / name(1) for name in (background._note, background._sign))
+    note.parent.mkdir(parents=True)
+
+    def told(turns, signs):
+        """Tell whether the other one, which signs until then, is waited for."""
+
+        def turn(_):
+            clock.now += 4.0
+            if clock.now > signs:
+                return next(turns)
+            sign.touch()
+            os.utime(sign, (clock.now, clock.now))
+            return False
+
+        clock.now = 0.0
+        waiting = SimpleNamespace(_abandoned=SimpleNamespace(wait=turn))
+        return background.Saving._told(waiting, note, sign, SimpleNamespace(sign=lambda: None))
+
+    assert not told(iter([False, True]), 100.0)
+    with pytest.raises(FileError, match="rank 1 has written nothing for a long time"):
+        told(itertools.repeat(False), 100.0)
+    assert clock.now == 112.0
+    with pytest.raises(FileError, match="rank 1 has written nothing for a long time"):
+        told(itertools.repeat(False), 0.0)
+    assert told((note.touch() or False for _ in range(1)), 50.0)
+    assert clock.now == 52.0
 
 
 # -- checksums
