@@ -5,8 +5,8 @@
 #   make demo-insitu    a simulation on 4 ranks, beside it a model on 2 that learns meanwhile; ARGS="--help"
 #   make test           all tests on the MPICH wheel and serial HDF5: in full at 2 ranks, at 1, 3 and 4 a sample that
 #                       each run draws anew, as of programs in C and Fortran
-#   make test-cluster   what another MPI or HDF5 may change, on Debian's Open MPI and parallel HDF5: each test at 2 or
-#                       at 4 ranks, a sample at both and of programs that are killed; programs in C and Fortran, Slurm
+#   make test-cluster   what another MPI or HDF5 may change, on Debian's Open MPI and parallel HDF5: a sample of the tests
+#                       at 2 and at 4 ranks and of programs that are killed; programs in C and Fortran in full, Slurm
 #   make test-all       every test at every number of ranks, on both
 #   make test-oldest    what the versions of dependencies may change, at 1 and 2 ranks, with the oldest that setup.cfg
 #                       promises; give it the oldest Python: PYTHON=python3.10

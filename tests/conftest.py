@@ -50,9 +50,9 @@ STACK = (
     *("autograd", "cluster", "comm", "coupling", "failure", "graph", "insitu", "io", "models", "nn", "points"),
     *("testing", "test_conv", "test_conv_overlap", "test_reduction", "test_traffic"),
 )
-# Where every test runs; other sizes may take a sample. On another stack, each runs at one of these, which is drawn:
-# more ranks than cores take twice as long.
-FULL_SIZES, STACK_SIZES = {2}, (2, 2, 4)
+# Where every test runs; other sizes may take a sample. On another stack each draws one of so many turns, those of sizes
+# and idle ones: more ranks than cores take twice as long.
+FULL_SIZES, STACK_SIZES, STACK_TURNS = (2,), (2, 2, 4), 5
 # Programs that run in full on one stack, another or not; there may be a sample of them on the one that is left.
 FULL_ON_STACK = {"failure": False, "coupling": True}
 # What launchers tell each of their ranks: hydra, Open MPI, Slurm.
@@ -173,9 +173,10 @@ def chosen(item: pytest.Item, config: pytest.Config) -> bool:
     if size not in sizes or (size == 6 and folder not in AT_SIX):
         return False
     full = [n for n in (STACK_SIZES if stack else FULL_SIZES) if n in sizes]
-    if stack and full:
-        full = [full[(drawn >> 16) % len(full)]]
-    return size in full or not full or of_sample
+    if not full or of_sample:
+        return True
+    turn = (drawn >> 16) % STACK_TURNS
+    return size in (full[turn : turn + 1] if stack else full)
 
 
 @functools.cache

@@ -21,15 +21,37 @@ from mpishard.io.file.trust import check_length, check_memory, check_replaceable
 _MAX_FIELDS = 64
 
 
+class Steps(NamedTuple):
+    """Which of a file's steps are shown: their places in it and their times, which rise."""
+
+    total: int
+    places: tuple[int, ...]
+    times: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: np.ndarray[Any, Any]) -> Steps:
+        """Sort steps by their times; of those at one time, as after a restart, the last is shown. Not collective.
+
+        Viewers look for a time in a list that rises, and find another step in one that does not.
+
+        Examples
+        --------
+        >>> Steps.of(np.array([0.0, 1.0, 2.0, 1.0]))
+        Steps(total=4, places=(0, 3, 2), times=(0.0, 1.0, 2.0))
+        """
+        times, behind = np.unique(values[::-1], return_index=True)
+        return cls(len(values), tuple((len(values) - 1 - behind).tolist()), tuple(times.tolist()))
+
+
 class Grid(NamedTuple):
     """Datasets on the same space: its extents (z, y, x or y, x), and per dim the values of its scale, if all have one.
 
-    ``times`` are those of the steps, None where the file has no steps.
+    ``steps`` is None where the file has none.
     """
 
     space: tuple[int, ...]
     values: tuple[np.ndarray[Any, Any], ...] | None
-    times: tuple[float, ...] | None
+    steps: Steps | None
     variables: tuple[Variable, ...]
 
     def fields(self, v: Variable) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -78,7 +100,7 @@ def grids(form: Schema, takes: Callable[[str], bool]) -> list[Grid]:
     FileError
         A scale is no place of cells.
     """
-    times = None if form.append is None else tuple(_numbers(form, form.append).tolist())
+    steps = None if form.append is None else Steps.of(_numbers(form, form.append))
     by_space: dict[Any, list[Variable]] = {}
     for v in form.variables:
         rank = min(3, len(v.shape))
@@ -90,7 +112,7 @@ def grids(form: Schema, takes: Callable[[str], bool]) -> list[Grid]:
         values = None
         if dims is not None and all(dim in form.scales for dim in dims):
             values = tuple(_numbers(form, dim) for dim in dims)
-        out.append(Grid(space, values, times, tuple(variables)))
+        out.append(Grid(space, values, steps, tuple(variables)))
     return out
 
 

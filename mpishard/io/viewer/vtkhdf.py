@@ -16,7 +16,7 @@ from mpishard.io.file.close import made
 from mpishard.io.file.open import import_h5py, looked_at, virtual_source
 from mpishard.io.file.parts import first_source
 from mpishard.io.file.schema import Schema, Variable
-from mpishard.io.viewer.grid import Grid, check_companion, grids, replaced, stored
+from mpishard.io.viewer.grid import Grid, Steps, check_companion, grids, replaced, stored
 
 _VERSION = (2, 0)
 
@@ -85,31 +85,32 @@ def _write(at: Path, path: Path, grid: Grid) -> None:
         image.attrs["Origin"], image.attrs["Spacing"] = np.array(origin), np.abs(spacing)
         image.attrs["Direction"] = direction.ravel()
         fields = image.create_group("PointData")
-        # where there is one step, or one cell along a dim, VTK reads arrays that have no such dim
-        times = () if grid.times is None else (len(grid.times),)
-        steps = tuple(n for n in times if n > 1)
+        # where one step is shown, or there is one cell along a dim, VTK reads arrays that have no such dim
+        total = () if grid.steps is None else (grid.steps.total,)
+        one = grid.steps is not None and len(grid.steps.places) == 1
+        place: Any = () if grid.steps is None else grid.steps.places if one else (slice(None),)
         flat = tuple(n for n in grid.space if n > 1) or (1,)
         for v in grid.variables:
-            source = virtual_source(path.name, v.name, (*times, *v.shape), v.dtype)
+            source = virtual_source(path.name, v.name, (*total, *v.shape), v.dtype)
             for name, index in _named(grid, v):
-                field = h5py.VirtualLayout((*steps, *flat), v.dtype)
-                field[...] = source[(*map(_all_or_first, times), *index, *map(_all_or_first, grid.space))]
+                field = h5py.VirtualLayout((*(() if one else total), *flat), v.dtype)
+                field[...] = source[(*place, *index, *map(_all_or_first, grid.space))]
                 fields.create_virtual_dataset(name, field)
-        if grid.times is not None:
-            _add_steps(image, grid.times, list(fields))
+        if grid.steps is not None:
+            _add_steps(image, grid.steps, list(fields))
 
 
 def _all_or_first(n: int) -> int | slice:
     return slice(None) if n > 1 else 0
 
 
-def _add_steps(image: Any, times: tuple[float, ...], names: list[str]) -> None:
+def _add_steps(image: Any, shown: Steps, names: list[str]) -> None:
     steps = image.create_group("Steps")
-    steps.attrs["NSteps"] = len(times)
-    steps["Values"] = np.array(times)
+    steps.attrs["NSteps"] = len(shown.times)
+    steps["Values"] = np.array(shown.times)
     offsets = steps.create_group("PointDataOffsets")
     for name in names:
-        offsets[name] = np.arange(len(times))
+        offsets[name] = np.array(shown.places if len(shown.places) > 1 else (0,))
 
 
 def _even(grid: Grid) -> tuple[list[float], list[float]]:

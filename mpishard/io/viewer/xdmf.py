@@ -87,11 +87,11 @@ def write_xdmf(path: Path, form: Schema) -> None:
     domain = ET.SubElement(root, "Domain")
     for grid in grids(stored(path, form), _TYPES.__contains__):
         name = "x".join(map(str, grid.space))
-        if grid.times is None:
+        if grid.steps is None:
             _add_grid(domain, name, path, grid, None)
             continue
         steps = ET.SubElement(domain, "Grid", Name=name, GridType="Collection", CollectionType="Temporal")
-        for step, time in enumerate(grid.times):
+        for step, time in zip(grid.steps.places, grid.steps.times):
             each = _add_grid(steps, f"{name} {step}", path, grid, step)
             each.insert(0, ET.Element("Time", Value=repr(time)))
     ET.indent(root)
@@ -118,7 +118,7 @@ def _add_grid(parent: Any, name: str, path: Path, grid: Grid, step: int | None) 
         for label, index in grid.fields(v):
             attribute = ET.SubElement(element, "Attribute", Name=label, AttributeType="Scalar", Center="Node")
             at = (*(() if step is None else (step,)), *index)
-            full = (*(() if grid.times is None else (len(grid.times),)), *v.shape)
+            full = (*(() if grid.steps is None else (grid.steps.total,)), *v.shape)
             _add_cells(attribute, path, v, whole, at, full)
     return element
 

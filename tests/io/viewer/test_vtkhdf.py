@@ -107,6 +107,23 @@ def test_steps(mesh, folder):
     WORLD.Barrier()
 
 
+@pytest.mark.parametrize(
+    "times", [(0.0, 0.5, 1.0, 1.5, 1.0, 2.0, 0.25), (3.0, 2.0, 1.0), (1.0, 1.0), (-1.0, -1.5, -1.0)], ids=str
+)
+def test_times_of_a_restart(mesh, folder, times):
+    """Of the steps at one time the last is shown, whatever came in between."""
+    for step, time in enumerate(times):
+        x = sharded(values((4, 6, 3)) + step, mesh)
+        ms.io.write(folder / "a.h5", {"x": x}, append="time", scales={"time": time}, vtkhdf=True)
+    if WORLD.rank == 0:
+        for time in times:
+            image, reader = opened(folder / "a.vtkhdf", time)
+            assert reader.GetNumberOfSteps() == len(set(times))
+            last = max(step for step, t in enumerate(times) if t == time)
+            assert np.array_equal(array(image, "x", (4, 6, 3)), values((4, 6, 3)).numpy() + last)
+    WORLD.Barrier()
+
+
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize(
     "space", [(3, 4), (1, 4), (3, 1), (1, 1), (1, 3, 4), (2, 1, 4), (2, 3, 1), (1, 3, 1), (1, 1, 1)], ids=str

@@ -86,6 +86,19 @@ def test_steps(mesh, folder):
     WORLD.Barrier()
 
 
+@pytest.mark.parametrize("times", [(0.0, 0.5, 1.0, 1.5, 1.0, 2.0, 0.25), (3.0, 2.0, 1.0), (1.0, 1.0)], ids=str)
+def test_times_of_a_restart(mesh, folder, times):
+    """Of the steps at one time the last is shown, whatever came in between."""
+    for step, time in enumerate(times):
+        x = sharded(values((4, 6)) + step, mesh)
+        ms.io.write(folder / "a.h5", {"x": x}, append="time", scales={"time": time}, xdmf=True)
+    if WORLD.rank == 0:
+        for time in times:
+            last = max(step for step, t in enumerate(times) if t == time)
+            assert np.array_equal(array(opened(folder / "a.xdmf", time), "x", (4, 6)), values((4, 6)).numpy() + last)
+    WORLD.Barrier()
+
+
 def test_names_that_xml_lacks(mesh, folder):
     x = sharded(values((5, 6)), mesh)
     odd = ["a\x01", "\ufffe", "a:b", "a ", "a\n", "\u00e9", "\u65e5", "a.", ".."]
