@@ -382,7 +382,8 @@ class Loader:
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self._epoch, self._position, self._current = epoch, 0, None
+        require("Loader", "epoch", epoch, Integral, "give an integer")
+        self._epoch, self._position, self._current = int(epoch), 0, None
 
     def state_dict(self) -> dict[str, int]:
         """Return where the iteration is, the same on all ranks, as numbers. Not collective.
@@ -402,11 +403,10 @@ class Loader:
         LayoutError
             The state is that of another order: other samples, batches, seed, or shuffled otherwise.
         """
-        own = self._order()
-        try:
-            given = {key: int(value) for key, value in state.items()}
-        except (ArithmeticError, AttributeError, TypeError, ValueError):
-            given = {}
+        own, given = self._order(), {}
+        with contextlib.suppress(ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError):
+            whole = {key: int(value) for key, value in state.items()}
+            given = whole if whole == dict(state) else {}  # 1.5 and "1" are no places
         epoch, position = given.pop("epoch", -1), given.pop("position", -1)
         if given != own or epoch < 0 or not 0 <= position <= len(self):
             raise LayoutError(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import fractions
+import math
 import os
 import pickle
 import threading
@@ -182,6 +184,27 @@ def test_epochs_that_are_set(stream):
     assert order(loader) == epochs[4]
     with pytest.raises(ms.LayoutError, match="seed"):
         ms.io.Loader(ds, seed=1.5)
+    with pytest.raises(ms.LayoutError, match="Loader: epoch= is of another kind"):
+        loader.epoch = "2"
+    assert loader.epoch == 5
+
+
+@pytest.mark.parametrize(
+    "odd", [1.5, "1", b"1", math.nan, None, -1, [1], fractions.Fraction(3, 2), torch.tensor([1, 2])]
+)
+@pytest.mark.parametrize("key", ["epoch", "position"])
+def test_states_that_are_no_numbers(stream, key, odd):
+    """None is cut to a whole number, which would be another place."""
+    ds, _ = stream
+    loader = ms.io.Loader(ds, batch_size=2, shuffle=True)
+    state = {**loader.state_dict(), "epoch": 1, "position": 1}
+    with pytest.raises(ms.LayoutError, match="another order"):
+        loader.load_state_dict({**state, key: odd})
+    assert loader.state_dict() == {**state, "epoch": 0, "position": 0}
+    for like in (1.0, np.int64(1), torch.tensor(1)):
+        loader.load_state_dict({**state, key: like})
+        assert loader.state_dict() == state
+        assert all(type(n) is int for n in loader.state_dict().values())
 
 
 @pytest.mark.ranks(2, 3, 4)

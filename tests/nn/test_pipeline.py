@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -434,6 +435,46 @@ def test_a_checkpoint_of_all_stages_or_of_none(tmp_path):
         with pytest.raises(ms.LayoutError if of is None else ms.DesyncError, match=r"other stages|different calls"):
             ms.io.load_checkpoint(folder, model=model, mesh=of, step=1)
     assert first.isfinite()
+    mesh.free()
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_folders_of_stages_that_are_not_where_they_were_written(asynchronous, tmp_path):
+    """Stages that are alike have the same names and shapes: which one a folder is of, and of which save, it says."""
+    folder = Path(WORLD.bcast(str(tmp_path)))
+    mesh = ms.init_mesh((WORLD.size,), ("stage",))
+    pipe = ms.Pipeline([lambda: nn.Linear(2, 2)] * WORLD.size, mesh, "stage")
+    for step in (1, 2):
+        with torch.no_grad():
+            pipe.stage.weight.fill_(10 * step + pipe.index)
+        ms.io.save_checkpoint(folder, step, model=pipe, asynchronous=asynchronous).wait()
+    before, after = folder / "step_0000000001", folder / "step_0000000002"
+
+    def swap():
+        (after / "stage_0").rename(after / "x")
+        (after / "stage_1").rename(after / "stage_0")
+        (after / "x").rename(after / "stage_1")
+
+    def mix():
+        shutil.rmtree(after / "stage_1")
+        shutil.copytree(before / "stage_1", after / "stage_1")
+
+    for harm, what in ((swap, r"it is that of stage '[01]', not of stage"), (mix, "another save")):
+        WORLD.Barrier()
+        if WORLD.rank == 0:
+            harm()
+        WORLD.Barrier()
+        nn.init.constant_(pipe.stage.weight, -1)
+        with pytest.raises(FileError, match=what):
+            ms.io.load_checkpoint(folder, model=pipe)
+        assert (pipe.stage.weight == -1).all()
+        WORLD.Barrier()
+        if WORLD.rank == 0 and harm is swap:
+            swap()
+    with pytest.warns(RuntimeWarning, match="another save") if WORLD.rank == 0 else nullcontext():
+        assert ms.io.load_checkpoint(folder, model=pipe, fallback=True).step == 1
+    assert (pipe.stage.weight == 10 + pipe.index).all()
     mesh.free()
 
 

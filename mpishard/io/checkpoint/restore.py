@@ -22,7 +22,7 @@ from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedDt
 from mpishard.io.checkpoint.background import broadcast_text
 from mpishard.io.checkpoint.checksum import first_wrong_cells, tile_count, tile_sums, wrong_tile
 from mpishard.io.checkpoint.folder import TENSORS, damaged, read_state
-from mpishard.io.checkpoint.snapshot import FIRST, rows_of, stored_dtype, the_mesh
+from mpishard.io.checkpoint.snapshot import own_generators, rows_of, stored_dtype, the_mesh
 from mpishard.io.checkpoint.stages import Stages
 from mpishard.io.checkpoint.state import DTYPES, Keys, decode, encode, items
 from mpishard.io.file.dtype import NUMPY
@@ -263,22 +263,24 @@ def restored(checkpoint: Path, wanted: ReadRequest, stages: Stages) -> dict[str,
         return _restored(checkpoint, wanted, stages)
     error: MpishardError | None = None
     taken: dict[str, Any] = {}
+    save = ""
     if stages.group.rank == 0:
         try:
-            stages.check(checkpoint, read_state(checkpoint).get("stages"))
+            save = stages.check(checkpoint, read_state(checkpoint))
         except Exception as e:  # noqa: BLE001 (the others wait for this rank)
             error = e if isinstance(e, MpishardError) else damaged(checkpoint, f"{type(e).__name__}: {e}")
     guard.agree(stages.group.comm, error)
+    save = broadcast_text(save, stages.group)
     try:
-        taken = _restored(stages.folder(checkpoint), wanted)
+        taken = _restored(stages.folder(checkpoint), wanted, stages, save)
     except MpishardError as e:
         error = e
     guard.agree(stages.group.comm, error)
     return taken
 
 
-def _restored(path: Path, wanted: ReadRequest, whole: Stages | None = None) -> dict[str, Any]:
-    """Read what lies in one folder. Collective over the mesh of what is wanted."""
+def _restored(path: Path, wanted: ReadRequest, whole: Stages, save: str | None = None) -> dict[str, Any]:
+    """Read what lies in one folder, for a stage that of a ``save``. Collective over the mesh of what is wanted."""
     mesh = wanted.mesh
     group = mesh.all_ranks
     error: MpishardError | None = None
@@ -287,8 +289,10 @@ def _restored(path: Path, wanted: ReadRequest, whole: Stages | None = None) -> d
     if group.rank == 0:
         try:
             state = read_state(path)
-            if whole is not None:
-                whole.check(path, state.get("stages"))
+            if save is None:
+                whole.check(path, state)
+            elif odd := whole.odd_part(state, save):
+                raise damaged(path, odd)
             text = json.dumps(state)
             if state.get("tensors"):
                 file = opened(path / TENSORS)
@@ -341,7 +345,7 @@ def _decoded(path: Path, text: str, file: Any, wanted: ReadRequest, group: Any) 
         infos, tree = state["tensors"], wanted.sections(state["state"], path)
         step = int(state["step"])
         if "rng" in tree:
-            tree["rng"] = _generators(tree["rng"], state.get("ranks") == wanted.mesh.size)
+            tree["rng"] = own_generators(tree["rng"], state.get("ranks") == wanted.mesh.size)
 
         def tensor(name: str, keys: Keys) -> Tensor:
             if name in taken:
@@ -361,13 +365,6 @@ def _decoded(path: Path, text: str, file: Any, wanted: ReadRequest, group: Any) 
             raise
         raise damaged(path, f"its state cannot be understood ({type(e).__name__}: {e})") from e
     return given | {"step": step}
-
-
-def _generators(saved: Any, alike: bool) -> dict[str, Any]:
-    """Return which state to take of each generator: this rank's, if there are as many ranks and each has its own."""
-    own = {kind: state for kind, state in saved.items() if not kind.startswith(FIRST)}
-    first = {kind.removeprefix(FIRST): state for kind, state in saved.items() if kind.startswith(FIRST)}
-    return own if alike and own else first or own
 
 
 def _plain(path: Path, file: Any, name: str, info: _Info, mesh: CartMesh, group: Any) -> Tensor:

@@ -104,7 +104,8 @@ class Snapshot(NamedTuple):
         """Write what is missing in the folder of these ranks, and verify all of it. For one rank; not collective."""
         parts = sums.split([len_of(x) for x in self.tensors.values()]) if self.tensors else ()
         info = {name: {**i, "checksums": to_text(part)} for (name, i), part in zip(self.info.items(), parts)}
-        self._write_state(self.own, self.mesh, state=self.tree, tensors=info)
+        part = {"stage": self.stages.index} if self.stages.count else {}
+        self._write_state(self.own, self.mesh, **part, state=self.tree, tensors=info)
         if self.tensors:
             verify(self.own, self.tensors)
 
@@ -116,7 +117,9 @@ class Snapshot(NamedTuple):
 
     def _write_state(self, folder: Path, mesh: CartMesh, **state: Any) -> None:
         files = folder_of.sizes(folder)
-        folder_of.write_state(folder, {"step": self.step, "ranks": mesh.size, **state, "files": files})
+        # the same in the folders of all stages, and in no other checkpoint
+        save = hashlib.blake2b(self.hidden.encode(), digest_size=8).hexdigest()
+        folder_of.write_state(folder, {"step": self.step, "save": save, "ranks": mesh.size, **state, "files": files})
         folder_of.read_state(folder)
 
 
@@ -240,6 +243,16 @@ def generators(mesh: CartMesh) -> dict[str, Tensor]:
         out[kind] = wrap(row, rows_of(mesh, (mesh.size, row.numel())), mesh)
         out[FIRST + kind] = row
     return out
+
+
+def own_generators(saved: Any, alike: bool) -> dict[str, Any]:
+    """Return which state to take of each generator: this rank's, if there are as many ranks and each has its own.
+
+    Not collective.
+    """
+    own = {kind: state for kind, state in saved.items() if not kind.startswith(FIRST)}
+    first = {kind.removeprefix(FIRST): state for kind, state in saved.items() if kind.startswith(FIRST)}
+    return own if alike and own else first or own
 
 
 def rows_of(mesh: CartMesh, shape: Sequence[int]) -> Layout:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError
+from mpishard.io.file.trust import shown
 
 
 @dataclass(frozen=True)
@@ -63,16 +66,22 @@ class Stages:
             own = ""
         guard.agree(self.group.comm, error, common + own)
 
-    def check(self, checkpoint: Path, saved: Any) -> None:
+    def check(self, checkpoint: Path, state: Mapping[str, Any]) -> str:
         """Raise where a checkpoint is of other stages. Not collective.
 
         Parameters
         ----------
         checkpoint
             Its folder.
-        saved
-            How many stages it says that it has; None of no pipeline.
+        state
+            What it says of itself: how many stages it has, or nothing of them, of no pipeline.
+
+        Returns
+        -------
+        str
+            Which save it is of, for `odd_part`.
         """
+        saved = state.get("stages")
         if saved != (self.count or None):
             raise LayoutError(
                 f"load_checkpoint: {checkpoint} has other stages",
@@ -80,6 +89,22 @@ class Stages:
                 got="that of a model in one piece" if saved is None else f"that of a Pipeline of {saved} stages",
                 fix="load it into what was saved: a Pipeline of as many stages, or a model in one piece",
             )
+        return json.dumps(_save_of(state))
+
+    def odd_part(self, state: Mapping[str, Any], save: str) -> str | None:
+        """Return why a folder is not that of this stage in a checkpoint, None where it is. Not collective.
+
+        Stages may be alike: by its tensors alone one would be taken for another.
+        """
+        if _save_of(state) != json.loads(save):
+            return "it is of another save than the checkpoint that it lies in"
+        # of older versions it says nothing
+        stage = state.get("stage", self.index)
+        return None if stage == self.index else f"it is that of stage {shown(stage)}, not of stage {self.index}"
+
+
+def _save_of(state: Mapping[str, Any]) -> list[Any]:
+    return [state.get("step"), state.get("save")]
 
 
 def _name(index: int) -> str:

@@ -184,10 +184,10 @@ def extents(form: Schema) -> dict[str, int]:
             fix = f"name the dims of a dataset, e.g. dims=({', '.join(map(repr, [dim, 'x']))}), or append={dim!r}"
         elif dim == form.append:
             wanted, got = "one number, the step's own", f"shape {given.shape}"
-            fix = f"give the value of this step: scales={{{dim!r}: t}}; every step adds one"
+            fix = "give the value of this step: scales={{{dim!r}: t}}; every step adds one"
         else:
             wanted, got = f"{expected} values, one per cell of the dim", f"shape {given.shape}"
-            fix = f"give a sequence of {expected} numbers, those of the whole dim and not of a block"
+            fix = "give a sequence of {expected} numbers, those of the whole dim and not of a block"
         raise LayoutError(f"write: scale of dim {dim!r}", expected=wanted, got=got, fix=fix)
     return out
 
@@ -328,7 +328,8 @@ def step_of(file: Any, form: Schema, path: Any) -> int:
         value = form.scales.get(form.append, steps)
         if not _keeps(scale.dtype, value):
             wanted = f"values that {scale.dtype}, the type of the first step's, holds"
-            raise _cannot_append(path, form.append, wanted, repr(value))
+            fix = "give the first step's as this one (0.0, not 0), or write another file"
+            raise _cannot_append(path, form.append, wanted, repr(value), fix)
         for name, dataset in sorted(_along(file, scale).items()):
             if dataset not in given:
                 wanted = f"a tensor for each dataset of the file along {form.append!r}"
@@ -389,13 +390,14 @@ def in_place(file: Any, path: Any, name: str) -> tuple[Any, str]:
         return None, f"{type(e).__name__}: {e}"
 
 
-def _cannot_append(path: Any, name: str, expected: str, got: str) -> FileError:
-    return FileError(
-        f"write: cannot append {name!r} to {str(path)!r}",
-        expected=expected,
-        got=got,
-        fix="append the same datasets at every step, or write another file",
-    )
+def _cannot_append(
+    path: Any,
+    name: str,
+    expected: str,
+    got: str,
+    fix: str = "append the same datasets at every step, or write another file",
+) -> FileError:
+    return FileError(f"write: cannot append {name!r} to {str(path)!r}", expected=expected, got=got, fix=fix)
 
 
 def grow(file: Any, form: Schema, steps: int) -> None:
