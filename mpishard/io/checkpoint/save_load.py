@@ -99,7 +99,9 @@ def save_checkpoint(
     error: Exception | None = None
     taken: Snapshot | None = None
     stages: Stages | None = None
+    how = ""
     try:
+        how = f"asynchronous={bool(asynchronous)} backend={backend}"
         if mesh is not None:
             require_mesh("save_checkpoint", mesh)
         stages = stages_of("save_checkpoint", model, mesh)
@@ -134,7 +136,7 @@ def save_checkpoint(
         assert error is not None
         raise error
     signature = ("save_checkpoint", "") if taken is None else taken.signature()
-    stages.agree(error, f"{signature[0]} asynchronous={asynchronous} backend={backend}", signature[1])
+    stages.agree(error, f"{signature[0]} {how}", signature[1])
     assert taken is not None
     finish(taken.folder)
     hidden = ""
@@ -273,7 +275,9 @@ def load_checkpoint(
     wanted: ReadRequest | None = None
     stages: Stages | None = None
     folder = Path()
+    how = signature = ""
     try:
+        how = f" step={step} fallback={bool(fallback)}"
         if mesh is not None:
             require_mesh("load_checkpoint", mesh)
         stages = stages_of("load_checkpoint", model, mesh)
@@ -285,6 +289,7 @@ def load_checkpoint(
         own = mesh if stages is None else stages.own
         wanted = ReadRequest.of(model, optimizer, scheduler, tensors, placements, rng, strict, own)
         stages = stages or Stages(wanted.mesh)
+        signature = wanted.signature()
     except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
         error = e
     # without one it is not known who the other ranks are
@@ -293,8 +298,7 @@ def load_checkpoint(
         assert error is not None
         raise error
     group = stages.group
-    signature = "" if wanted is None else wanted.signature()
-    stages.agree(error, f"load_checkpoint {told(path)} step={step} fallback={fallback}", signature)
+    stages.agree(error, f"load_checkpoint {told(path)}{how}", signature)
     assert wanted is not None
     finish(folder)
     names: list[str] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +34,7 @@ _LIST_NBYTES = 1 << 30
 _MOST_PIECES = 1 << 17
 # of a piece besides its cells: names, an index, padding
 _HEAD_NBYTES = 1 << 20
+_BYTE_ORDER = sys.byteorder.encode()
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": (
@@ -102,7 +104,10 @@ def import_dcp(
     wanted, mesh, error = state_of("import_dcp", model, mesh)
     comm = mesh.all_ranks.comm
     found: dict[str, Tensor] = {}
+    signature = f"import_dcp {told(path)}"
     try:
+        cut = sorted(f"{name!r}: {x.sharding if isinstance(x, ShardTensor) else None!r}" for name, x in wanted.items())
+        signature += f" {cut} {prefix!r} strict={bool(strict)}"
         require("import_dcp", "prefix", prefix, str, 'leave it out, or give text, as "model."')
         _check(wanted, strict or not isinstance(model, torch.nn.Module))
         stored = _Stored(absolute(path))
@@ -116,10 +121,13 @@ def import_dcp(
     except Exception as e:  # noqa: BLE001 (a damaged pickle can raise anything)
         fix = "check that it is complete, and holds plain tensors"
         error = error or _refused(path, f"{type(e).__name__}: {e}", fix)
-    cut = sorted(f"{name!r}: {x.sharding if isinstance(x, ShardTensor) else None!r}" for name, x in wanted.items())
-    guard.agree(comm, error, f"import_dcp {told(path)} {cut} {prefix!r} strict={strict}")
+    guard.agree(comm, error, signature)
     if isinstance(model, torch.nn.Module):
-        model.load_state_dict(found, strict=strict)
+        try:
+            model.load_state_dict(found, strict=strict)
+        except Exception as e:  # noqa: BLE001 (of a model's own load_state_dict; the others go on)
+            error = e
+        guard.agree(comm, error)
     return found
 
 
@@ -224,12 +232,19 @@ class _Stored:
             check_memory(3 * length, f"import_dcp: a piece of {name!r}")
             f.seek(offset)
             raw = io.BytesIO(f.read(length))
+        # torch reads what begins otherwise in its older form, without checksums
+        is_archive = raw.getbuffer()[:4] == b"PK\3\4"
         with zipfile.ZipFile(raw) as archive:
             members = archive.infolist()
             # what is packed could be any number of times larger
             packed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
-            if packed or sum(member.file_size for member in members) > length:
+            if packed or not is_archive or sum(member.file_size for member in members) > length:
                 raise _refused(self.path, f"packed cells of {name!r}", "ask who made it")
+            # torch would turn round, in place, as many bytes as the piece says that there are
+            if any(m.filename.endswith("/byteorder") and archive.read(m) != _BYTE_ORDER for m in members):
+                fix = "load it with torch, and save it again on this machine"
+                raise _refused(self.path, f"cells of {name!r} from a machine of another byte order", fix)
+            there = min((m.file_size for m in members if "/data/" in m.filename), default=0)
             # torch does not compare them
             if archive.testzip() is not None:
                 fix = "check that it is complete; torch.serialization.set_crc32_options(True) where it is saved"
@@ -241,6 +256,7 @@ class _Stored:
             or cells.layout is not torch.strided
             or tuple(cells.shape) != shape
             or cells.dtype != dtype
+            or cells.untyped_storage().nbytes() > there  # torch 2.8 reads on, whatever lies there in memory
         ):
             raise _refused(self.path, f"another thing than cells of {name!r}", "check that it is complete")
         return cells.detach()  # a parameter, too

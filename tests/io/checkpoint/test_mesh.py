@@ -10,7 +10,7 @@ from torch import nn
 
 import mpishard as ms
 from mpishard.errors import MeshError
-from tests.io.files import same_on_all
+from tests.io.files import outcome, same_on_all
 
 
 def net():
@@ -100,6 +100,25 @@ def test_whose_argument_one_rank_has_wrong_raises_on_all(mesh, folder, given):
     if given == "a mesh that is none":
         with pytest.raises(ms.MpishardError, match="mesh= is no mesh"):
             ms.io.export_safetensors(folder / "a.safetensors", x, mesh=other)
+
+
+class Unprintable:
+    """Has no text that ranks could compare."""
+
+    def __repr__(self):
+        raise RuntimeError("it has no text")
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("option", ["asynchronous", "backend", "step", "fallback", "rng", "strict", "placements"])
+def test_an_option_of_one_rank_that_has_no_text_raises_on_all(mesh, folder, option):
+    """What ranks compare is made of it: it raised there, and the others waited."""
+    ms.io.save_checkpoint(folder, 1, extra=1, mesh=mesh)
+    options = {option: Unprintable()} if mesh.rank == mesh.size - 1 else {}
+    if option in ("asynchronous", "backend"):
+        outcome(lambda: ms.io.save_checkpoint(folder, 2, mesh=mesh, **options).wait())
+    else:
+        outcome(lambda: ms.io.load_checkpoint(folder, mesh=mesh, **options))
 
 
 @pytest.mark.ranks(2, 3)

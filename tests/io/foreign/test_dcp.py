@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pathlib
 import pickle
 import sys
 import warnings
+import zipfile
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch.distributed import checkpoint as dcp
 
 import mpishard as ms
 from mpishard.errors import FileError
-from tests.io.files import WORLD, same_on_all, sharded, values
+from tests.io.files import WORLD, on_root, same_on_all, sharded, values
 
 
 def save(folder, state):
@@ -99,6 +101,80 @@ class Odd(nn.Linear):
 class Trap:
     def __reduce__(self):
         return (os.mkdir, ("trapped",))
+
+
+def forged(raw, edit):
+    """Return an archive of torch whose members are changed."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as of, zipfile.ZipFile(out, "w") as into:
+        for member in of.infolist():
+            into.writestr(member.filename, edit(member.filename, of.read(member)))
+    return out.getvalue()
+
+
+def in_older_form(raw):
+    """Return cells without checksums, behind which lies an archive that has good ones."""
+    out = io.BytesIO()
+    torch.save(torch.load(io.BytesIO(raw), weights_only=True), out, _use_new_zipfile_serialization=False)
+    return out.getvalue() + forged(raw, lambda _, content: content)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda raw: forged(raw, lambda name, content: content[:8] if name.endswith("data/0") else content),
+        lambda raw: forged(raw, lambda name, content: b"big" if name.endswith("byteorder") else content),
+        in_older_form,
+    ],
+    ids=["fewer cells than it says", "turned round", "older form"],
+)
+def test_cells_that_torch_reads_without_a_check(mesh, folder, harm):
+    """Where less is there than is told, torch 2.8 reads, and turns round, the memory behind it."""
+    at = save(folder, {"x": values((4, 6))})
+    (piece,) = at.glob("*.distcp")
+
+    def forge():
+        raw = harm(piece.read_bytes())
+        piece.write_bytes(raw)
+        listed = pickle.loads((at / ".metadata").read_bytes())
+        for info in listed.storage_data.values():
+            info.offset, info.length = 0, len(raw)
+        (at / ".metadata").write_bytes(pickle.dumps(listed))
+
+    on_root(forge)
+    with pytest.raises(FileError, match=r"packed cells|another byte order|another thing|record size") as e:
+        ms.io.import_dcp(at, {"x": sharded(torch.zeros(4, 6), mesh)})
+    same_on_all(e)
+
+
+class Unprintable:
+    """Cannot be told, nor said to be true or false."""
+
+    def __repr__(self):
+        raise RuntimeError("it has no text")
+
+    def __bool__(self):
+        raise RuntimeError("neither")
+
+
+class Choosy(nn.Linear):
+    """Does not take a state on one rank."""
+
+    def load_state_dict(self, *args, **options):
+        if WORLD.rank == WORLD.size - 1:
+            raise KeyError("not this one")
+        return super().load_state_dict(*args, **options)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("odd", ["prefix", "strict", "model"])
+def test_whatever_one_rank_raises_all_raise(mesh, folder, odd):
+    at = save(folder, dict(nn.Linear(2, 2).state_dict()))
+    model = Choosy(2, 2) if odd == "model" else nn.Linear(2, 2)
+    options = {odd: Unprintable()} if odd != "model" and WORLD.rank == WORLD.size - 1 else {}
+    with pytest.raises(ms.MpishardError, match=r"no text|neither|not this one") as e:
+        ms.io.import_dcp(at, model, mesh=mesh, **options)
+    same_on_all(e)
 
 
 def test_what_is_refused(mesh, folder):
