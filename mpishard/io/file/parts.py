@@ -26,7 +26,7 @@ import numpy as np
 from mpishard.errors import FileError, MpishardError
 from mpishard.io.file.close import made
 from mpishard.io.file.open import LIBVER, import_h5py, looked_at, source_name, virtual_source
-from mpishard.io.file.trust import read_bounded, shown
+from mpishard.io.file.trust import check_memory, read_bounded, shown
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.layout.block_sizes import bounds
 from mpishard.layout.partition import balanced, coords_of, rank_of
@@ -266,7 +266,9 @@ def parts_of(dataset: Any, path: Any) -> tuple[Parts, str] | None:
         return None
     at = os.path.join(base, name, LAYOUTS)
     try:
-        told = json.loads(read_bounded(at, _MOST_NBYTES))
+        raw = read_bounded(at, _MOST_NBYTES)
+        check_memory(16 * len(raw), LAYOUTS)
+        told = json.loads(raw)
         if told["version"] != 1:
             raise ValueError(f"version {shown(told['version'])}")
         own = told["datasets"].get(dataset.name.removeprefix("/"))

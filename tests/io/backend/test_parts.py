@@ -17,10 +17,11 @@ import mpishard as ms
 from mpishard.errors import FileError
 from mpishard.io.checkpoint import background
 from mpishard.io.file import parts as parts_module
+from mpishard.io.file import trust
 from mpishard.io.file.open import check_sources, opened
 from mpishard.io.file.parts import Parts, Plan, narrowed, show, show_boxes, tell, writes
 from mpishard.layout import Replicate, Shard, layout_of
-from tests.io.files import block, on_root, sharded, values
+from tests.io.files import block, on_root, same_on_all, sharded, values
 
 WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size
@@ -244,6 +245,17 @@ def held_by(error):
             yield from trace.tb_frame.f_locals.values()
             trace = trace.tb_next
         error = error.__cause__ or error.__context__
+
+
+def test_a_layout_that_memory_does_not_hold(mesh, folder, monkeypatch):
+    """Lists of nothing take many times the room of their text."""
+    ms.io.write(folder / "a.h5", {"x": sharded(values((6, 7)), mesh)}, backend="virtual")
+    (at,) = folder.glob("a.h5.parts-*/layout.json")
+    on_root(lambda: at.write_text("[" + "[]," * (2 << 20) + "[]]"))
+    monkeypatch.setattr(trust, "available_nbytes", lambda: 80 << 20)
+    with pytest.raises(FileError, match=r"layout\.json does not fit into memory") as e:
+        ms.io.read(folder / "a.h5", "x", mesh, (ms.Shard(0), ms.Shard(1)))
+    same_on_all(e)
 
 
 def test_a_layout_that_lies(mesh, folder):
