@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -147,7 +146,7 @@ class Dataset(data.Dataset[Any]):
 
     def _given(self, indices: Sequence[int] | slice, single: bool) -> ShardTensor:
         try:
-            got = self._fetched(self._counted(indices))
+            got = self._fetched(counted(indices, len(self), self.name))
         except Exception as e:  # noqa: BLE001 (what a user's sequence raises, too: the others wait for this rank)
             got = _Fetched((), None, e)
         try:
@@ -156,35 +155,6 @@ class Dataset(data.Dataset[Any]):
             if isinstance(got.error, IndexError):  # as of any sequence, when all have heard of it
                 raise got.error from None
             raise
-
-    def _counted(self, indices: Sequence[int] | slice) -> Sequence[int]:
-        """Return indices counted from the front; a range, which may be vast, as one."""
-        n = len(self)
-        if isinstance(indices, slice):
-            try:
-                indices = range(*indices.indices(n))
-            except (TypeError, ValueError) as e:
-                raise self._odd(indices) from e
-        if isinstance(indices, range) and all(0 <= end < n for end in (*indices[:1], *indices[-1:])):
-            return indices
-        counted = []
-        try:
-            for given in indices:
-                index = operator.index(given)
-                if not -n <= index < n:
-                    raise IndexError(f"sample {index} of {n} of {self.name!r}")
-                counted.append(index % n)
-        except TypeError as e:
-            raise self._odd(indices) from e
-        return counted
-
-    def _odd(self, indices: object) -> LayoutError:
-        return LayoutError(
-            f"Dataset: an index of {self.name!r} is of another kind",
-            expected="whole numbers, or a slice of them with a step other than 0",
-            got=repr(indices),
-            fix="give ds[t] an int, and ds.batch a sequence of them",
-        )
 
     def __iter__(self) -> Iterator[ShardTensor]:
         """Give every sample in order, reading two ahead in a thread. Collective, step by step."""
