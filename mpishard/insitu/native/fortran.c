@@ -34,6 +34,10 @@ int mps_field_f(mps_handle sim, const char *name, int dtype, void *data, int ndi
 {
     static const char *const names[] = {"lo", "dims", "faces"};
     int status = lengths_fit("field", names, 3, lengths, ndim);
+    if (!status && lengths[3])
+        status = fail(MPS_ERR_ARGUMENT, "field '%s': a part of structures, of which this compiler hands on a wrong address\n"
+                      "  expected: at=, where its first cell is, ghost cells included\n"
+                      "  fix:      at=c_loc(cells(1, 1)%%part) for cells%%part, whose first indices are 1", name);
     return field_made(status, sim, name, dtype, data, ndim, dims, extents, lo, strides, faces, field);
 }
 

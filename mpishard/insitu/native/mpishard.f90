@@ -24,11 +24,12 @@ module mpishard
     integer, parameter, public :: MPS_FLOAT16 = 9, MPS_BFLOAT16 = 10, MPS_FLOAT32 = 11, MPS_FLOAT64 = 12
     integer, parameter, public :: MPS_COMPLEX64 = 13, MPS_COMPLEX128 = 14
 
-    ! mps_field(sim, name, array, field, lo, dims, faces): lo(d) ghost cells lie before the owned ones (none if not given);
+    ! mps_field(sim, name, array, field, lo, dims, faces, at): lo(d) ghost cells lie before the owned ones (none if not given);
     ! array dim d is dim dims(d) of the domain, counted from 1, 0 for another (all in order if not given); where faces(d),
     ! it has a point more than cells, of which the first of every rank is its own, the last only at the end. The array is
     ! a target that lives until the field is released; it may be a section of another, or a part of structures (s%a): a
-    ! pointer, as compilers hand on a copy of some of these otherwise, of which nothing is left after the call
+    ! pointer, as compilers hand on a copy of some of these otherwise, of which nothing is left after the call. Of a part
+    ! of structures at=c_loc(s(1, 1)%a) says where its first cell is, which gfortran does not hand on
     interface mps_field
         module procedure field_real32_1
         module procedure field_real32_2
@@ -47,6 +48,64 @@ module mpishard
         module procedure field_int64_3
         module procedure field_int64_4
     end interface
+
+    integer, parameter :: nbytes(0:14) = [1, 1, 1, 2, 4, 8, 2, 4, 8, 2, 2, 4, 8, 8, 16]
+
+    type :: pair
+        real(c_double) :: first = 0, second = 0
+    end type
+    type(pair), target, save :: pairs(2)
+
+    ! what a compiler keeps of an array, to be looked at in words
+    integer(c_intptr_t), parameter :: words(1) = 0
+    type :: view_real32_1
+        real(c_float), pointer :: a(:)
+    end type
+    type :: view_real32_2
+        real(c_float), pointer :: a(:, :)
+    end type
+    type :: view_real32_3
+        real(c_float), pointer :: a(:, :, :)
+    end type
+    type :: view_real32_4
+        real(c_float), pointer :: a(:, :, :, :)
+    end type
+    type :: view_real64_1
+        real(c_double), pointer :: a(:)
+    end type
+    type :: view_real64_2
+        real(c_double), pointer :: a(:, :)
+    end type
+    type :: view_real64_3
+        real(c_double), pointer :: a(:, :, :)
+    end type
+    type :: view_real64_4
+        real(c_double), pointer :: a(:, :, :, :)
+    end type
+    type :: view_int32_1
+        integer(c_int32_t), pointer :: a(:)
+    end type
+    type :: view_int32_2
+        integer(c_int32_t), pointer :: a(:, :)
+    end type
+    type :: view_int32_3
+        integer(c_int32_t), pointer :: a(:, :, :)
+    end type
+    type :: view_int32_4
+        integer(c_int32_t), pointer :: a(:, :, :, :)
+    end type
+    type :: view_int64_1
+        integer(c_int64_t), pointer :: a(:)
+    end type
+    type :: view_int64_2
+        integer(c_int64_t), pointer :: a(:, :)
+    end type
+    type :: view_int64_3
+        integer(c_int64_t), pointer :: a(:, :, :)
+    end type
+    type :: view_int64_4
+        integer(c_int64_t), pointer :: a(:, :, :, :)
+    end type
 
     interface
         integer(c_int) function c_adopt(comm, ndim, shape, grid, sizes, periodic, lengths, sim) &
@@ -209,7 +268,6 @@ contains
         logical, intent(in), optional :: faces(:)
         integer(c_int64_t) :: strides(size(extents))
         integer :: d
-        integer, parameter :: nbytes(0:14) = [1, 1, 1, 2, 4, 8, 2, 4, 8, 2, 2, 4, 8, 8, 16]
         ! without dims, which c_field refuses, there is nothing to write to
         if (size(extents) > 0) strides(1) = nbytes(max(0, min(dtype, 14)))
         do d = 2, size(extents)
@@ -218,7 +276,7 @@ contains
         status = made(sim, name, dtype, data, extents, strides, field, lo, dims, faces)
     end function
 
-    integer function made(sim, name, dtype, data, extents, strides, field, lo, dims, faces) result(status)
+    integer function made(sim, name, dtype, data, extents, strides, field, lo, dims, faces, lost) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer, intent(in) :: dtype, extents(:)
@@ -226,13 +284,15 @@ contains
         integer(c_int64_t), intent(in) :: strides(:)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
-        logical, intent(in), optional :: faces(:)
+        logical, intent(in), optional :: faces(:), lost
         integer(c_int64_t), allocatable :: ghosts(:)
         integer(c_int), allocatable, target :: numbers(:), flags(:)
         type(c_ptr) :: at(2)
-        integer(c_int) :: lengths(3)
+        integer(c_int) :: lengths(4)
         at = c_null_ptr
-        lengths = size(extents)
+        lengths(:3) = size(extents)
+        lengths(4) = 0
+        if (present(lost)) lengths(4) = merge(1, 0, lost)
         allocate(ghosts(size(extents)), source=0_c_int64_t)
         if (present(lo)) then
             ghosts = lo
@@ -253,14 +313,16 @@ contains
     end function
 
     ! an array that may be a section of another: cells(1) is its first cell, cells(1 + d) the next one along dim d
-    integer function placed(sim, name, dtype, cells, extents, field, lo, dims, faces) result(status)
+    integer function placed(sim, name, dtype, cells, extents, kept, field, lo, dims, faces, at) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer, intent(in) :: dtype, extents(:)
         type(c_ptr), intent(in) :: cells(:)
+        integer(c_intptr_t), intent(in) :: kept(:)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
         logical, intent(in), optional :: faces(:)
+        type(c_ptr), intent(in), optional :: at
         integer(c_int64_t) :: strides(size(extents))
         integer(c_intptr_t) :: first
         integer :: d
@@ -272,7 +334,29 @@ contains
         do d = 1, size(extents)
             strides(d) = transfer(cells(1 + d), first) - first
         end do
-        status = made(sim, name, dtype, cells(1), extents, strides, field, lo, dims, faces)
+        if (present(at)) then
+            status = made(sim, name, dtype, at, extents, strides, field, lo, dims, faces)
+        else
+            status = made(sim, name, dtype, cells(1), extents, strides, field, lo, dims, faces, &
+                          lost=strays(kept, dtype))
+        end if
+    end function
+
+    ! Whether the address of an array may be another one than its own: gfortran (12, at least) hands on that of the
+    ! structures of which the array is a part. What it keeps of an array tells of a part by its fifth word, the bytes
+    ! from cell to cell, which are no more than a cell's of any other.
+    logical function strays(kept, dtype)
+        integer(c_intptr_t), intent(in) :: kept(:)
+        integer, intent(in) :: dtype
+        strays = .false.
+        if (size(kept) >= 5) strays = kept(5) /= nbytes(dtype)
+        if (strays) strays = .not. same_address(pairs%second, c_loc(pairs(1)%second))
+    end function
+
+    logical function same_address(part, first)
+        real(c_double), pointer, intent(in) :: part(:)
+        type(c_ptr), intent(in) :: first
+        same_address = c_associated(c_loc(part(lbound(part, 1))), first)
     end function
 
     integer function mps_join(name, program, timeout) result(status)
@@ -329,291 +413,339 @@ contains
         if (present(step) .and. status == MPS_OK) step = int(number)
     end function
 
-    integer function field_real32_1(sim, name, array, field, lo, dims, faces) result(status)
+    integer function field_real32_1(sim, name, array, field, lo, dims, faces, at) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         real(c_float), pointer, intent(in) :: array(:)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
         logical, intent(in), optional :: faces(:)
+        type(c_ptr), intent(in), optional :: at
+        type(view_real32_1) :: view
         type(c_ptr) :: cells(2)
         integer :: extents(1), a(1), b(1)
         extents = 0
         if (associated(array)) extents = shape(array)
+        view%a => array
         a = lbound(array)
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1))), c_loc(array(b(1)))]
-        status = placed(sim, name, MPS_FLOAT32, cells, extents, field, lo, dims, faces)
+        status = placed(sim, name, MPS_FLOAT32, cells, extents, transfer(view, words), field, lo, dims, faces, at)
     end function
 
-    integer function field_real32_2(sim, name, array, field, lo, dims, faces) result(status)
+    integer function field_real32_2(sim, name, array, field, lo, dims, faces, at) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         real(c_float), pointer, intent(in) :: array(:, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
         logical, intent(in), optional :: faces(:)
+        type(c_ptr), intent(in), optional :: at
+        type(view_real32_2) :: view
         type(c_ptr) :: cells(3)
         integer :: extents(2), a(2), b(2)
         extents = 0
         if (associated(array)) extents = shape(array)
+        view%a => array
         a = lbound(array)
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2))), c_loc(array(b(1), a(2))), &
                                        c_loc(array(a(1), b(2)))]
-        status = placed(sim, name, MPS_FLOAT32, cells, extents, field, lo, dims, faces)
+        status = placed(sim, name, MPS_FLOAT32, cells, extents, transfer(view, words), field, lo, dims, faces, at)
     end function
 
-    integer function field_real32_3(sim, name, array, field, lo, dims, faces) result(status)
+    integer function field_real32_3(sim, name, array, field, lo, dims, faces, at) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         real(c_float), pointer, intent(in) :: array(:, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
         logical, intent(in), optional :: faces(:)
+        type(c_ptr), intent(in), optional :: at
+        type(view_real32_3) :: view
         type(c_ptr) :: cells(4)
         integer :: extents(3), a(3), b(3)
         extents = 0
         if (associated(array)) extents = shape(array)
+        view%a => array
         a = lbound(array)
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3))), c_loc(array(b(1), a(2), a(3))), &
                                        c_loc(array(a(1), b(2), a(3))), c_loc(array(a(1), a(2), b(3)))]
-        status = placed(sim, name, MPS_FLOAT32, cells, extents, field, lo, dims, faces)
+        status = placed(sim, name, MPS_FLOAT32, cells, extents, transfer(view, words), field, lo, dims, faces, at)
     end function
 
-    integer function field_real32_4(sim, name, array, field, lo, dims, faces) result(status)
+    integer function field_real32_4(sim, name, array, field, lo, dims, faces, at) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         real(c_float), pointer, intent(in) :: array(:, :, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
         logical, intent(in), optional :: faces(:)
+        type(c_ptr), intent(in), optional :: at
+        type(view_real32_4) :: view
         type(c_ptr) :: cells(5)
         integer :: extents(4), a(4), b(4)
         extents = 0
         if (associated(array)) extents = shape(array)
+        view%a => array
         a = lbound(array)
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3), a(4))), c_loc(array(b(1), a(2), a(3), a(4))), &
                                        c_loc(array(a(1), b(2), a(3), a(4))), c_loc(array(a(1), a(2), b(3), a(4))), &
                                        c_loc(array(a(1), a(2), a(3), b(4)))]
-        status = placed(sim, name, MPS_FLOAT32, cells, extents, field, lo, dims, faces)
+        status = placed(sim, name, MPS_FLOAT32, cells, extents, transfer(view, words), field, lo, dims, faces, at)
     end function
 
-    integer function field_real64_1(sim, name, array, field, lo, dims, faces) result(status)
+    integer function field_real64_1(sim, name, array, field, lo, dims, faces, at) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         real(c_double), pointer, intent(in) :: array(:)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
         logical, intent(in), optional :: faces(:)
+        type(c_ptr), intent(in), optional :: at
+        type(view_real64_1) :: view
         type(c_ptr) :: cells(2)
         integer :: extents(1), a(1), b(1)
         extents = 0
         if (associated(array)) extents = shape(array)
+        view%a => array
         a = lbound(array)
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1))), c_loc(array(b(1)))]
-        status = placed(sim, name, MPS_FLOAT64, cells, extents, field, lo, dims, faces)
+        status = placed(sim, name, MPS_FLOAT64, cells, extents, transfer(view, words), field, lo, dims, faces, at)
     end function
 
-    integer function field_real64_2(sim, name, array, field, lo, dims, faces) result(status)
+    integer function field_real64_2(sim, name, array, field, lo, dims, faces, at) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         real(c_double), pointer, intent(in) :: array(:, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
         logical, intent(in), optional :: faces(:)
+        type(c_ptr), intent(in), optional :: at
+        type(view_real64_2) :: view
         type(c_ptr) :: cells(3)
         integer :: extents(2), a(2), b(2)
         extents = 0
         if (associated(array)) extents = shape(array)
+        view%a => array
         a = lbound(array)
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2))), c_loc(array(b(1), a(2))), &
                                        c_loc(array(a(1), b(2)))]
-        status = placed(sim, name, MPS_FLOAT64, cells, extents, field, lo, dims, faces)
+        status = placed(sim, name, MPS_FLOAT64, cells, extents, transfer(view, words), field, lo, dims, faces, at)
     end function
 
-    integer function field_real64_3(sim, name, array, field, lo, dims, faces) result(status)
+    integer function field_real64_3(sim, name, array, field, lo, dims, faces, at) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         real(c_double), pointer, intent(in) :: array(:, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
         logical, intent(in), optional :: faces(:)
+        type(c_ptr), intent(in), optional :: at
+        type(view_real64_3) :: view
         type(c_ptr) :: cells(4)
         integer :: extents(3), a(3), b(3)
         extents = 0
         if (associated(array)) extents = shape(array)
+        view%a => array
         a = lbound(array)
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3))), c_loc(array(b(1), a(2), a(3))), &
                                        c_loc(array(a(1), b(2), a(3))), c_loc(array(a(1), a(2), b(3)))]
-        status = placed(sim, name, MPS_FLOAT64, cells, extents, field, lo, dims, faces)
+        status = placed(sim, name, MPS_FLOAT64, cells, extents, transfer(view, words), field, lo, dims, faces, at)
     end function
 
-    integer function field_real64_4(sim, name, array, field, lo, dims, faces) result(status)
+    integer function field_real64_4(sim, name, array, field, lo, dims, faces, at) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         real(c_double), pointer, intent(in) :: array(:, :, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
         logical, intent(in), optional :: faces(:)
+        type(c_ptr), intent(in), optional :: at
+        type(view_real64_4) :: view
         type(c_ptr) :: cells(5)
         integer :: extents(4), a(4), b(4)
         extents = 0
         if (associated(array)) extents = shape(array)
+        view%a => array
         a = lbound(array)
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3), a(4))), c_loc(array(b(1), a(2), a(3), a(4))), &
                                        c_loc(array(a(1), b(2), a(3), a(4))), c_loc(array(a(1), a(2), b(3), a(4))), &
                                        c_loc(array(a(1), a(2), a(3), b(4)))]
-        status = placed(sim, name, MPS_FLOAT64, cells, extents, field, lo, dims, faces)
+        status = placed(sim, name, MPS_FLOAT64, cells, extents, transfer(view, words), field, lo, dims, faces, at)
     end function
 
-    integer function field_int32_1(sim, name, array, field, lo, dims, faces) result(status)
+    integer function field_int32_1(sim, name, array, field, lo, dims, faces, at) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer(c_int32_t), pointer, intent(in) :: array(:)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
         logical, intent(in), optional :: faces(:)
+        type(c_ptr), intent(in), optional :: at
+        type(view_int32_1) :: view
         type(c_ptr) :: cells(2)
         integer :: extents(1), a(1), b(1)
         extents = 0
         if (associated(array)) extents = shape(array)
+        view%a => array
         a = lbound(array)
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1))), c_loc(array(b(1)))]
-        status = placed(sim, name, MPS_INT32, cells, extents, field, lo, dims, faces)
+        status = placed(sim, name, MPS_INT32, cells, extents, transfer(view, words), field, lo, dims, faces, at)
     end function
 
-    integer function field_int32_2(sim, name, array, field, lo, dims, faces) result(status)
+    integer function field_int32_2(sim, name, array, field, lo, dims, faces, at) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer(c_int32_t), pointer, intent(in) :: array(:, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
         logical, intent(in), optional :: faces(:)
+        type(c_ptr), intent(in), optional :: at
+        type(view_int32_2) :: view
         type(c_ptr) :: cells(3)
         integer :: extents(2), a(2), b(2)
         extents = 0
         if (associated(array)) extents = shape(array)
+        view%a => array
         a = lbound(array)
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2))), c_loc(array(b(1), a(2))), &
                                        c_loc(array(a(1), b(2)))]
-        status = placed(sim, name, MPS_INT32, cells, extents, field, lo, dims, faces)
+        status = placed(sim, name, MPS_INT32, cells, extents, transfer(view, words), field, lo, dims, faces, at)
     end function
 
-    integer function field_int32_3(sim, name, array, field, lo, dims, faces) result(status)
+    integer function field_int32_3(sim, name, array, field, lo, dims, faces, at) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer(c_int32_t), pointer, intent(in) :: array(:, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
         logical, intent(in), optional :: faces(:)
+        type(c_ptr), intent(in), optional :: at
+        type(view_int32_3) :: view
         type(c_ptr) :: cells(4)
         integer :: extents(3), a(3), b(3)
         extents = 0
         if (associated(array)) extents = shape(array)
+        view%a => array
         a = lbound(array)
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3))), c_loc(array(b(1), a(2), a(3))), &
                                        c_loc(array(a(1), b(2), a(3))), c_loc(array(a(1), a(2), b(3)))]
-        status = placed(sim, name, MPS_INT32, cells, extents, field, lo, dims, faces)
+        status = placed(sim, name, MPS_INT32, cells, extents, transfer(view, words), field, lo, dims, faces, at)
     end function
 
-    integer function field_int32_4(sim, name, array, field, lo, dims, faces) result(status)
+    integer function field_int32_4(sim, name, array, field, lo, dims, faces, at) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer(c_int32_t), pointer, intent(in) :: array(:, :, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
         logical, intent(in), optional :: faces(:)
+        type(c_ptr), intent(in), optional :: at
+        type(view_int32_4) :: view
         type(c_ptr) :: cells(5)
         integer :: extents(4), a(4), b(4)
         extents = 0
         if (associated(array)) extents = shape(array)
+        view%a => array
         a = lbound(array)
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3), a(4))), c_loc(array(b(1), a(2), a(3), a(4))), &
                                        c_loc(array(a(1), b(2), a(3), a(4))), c_loc(array(a(1), a(2), b(3), a(4))), &
                                        c_loc(array(a(1), a(2), a(3), b(4)))]
-        status = placed(sim, name, MPS_INT32, cells, extents, field, lo, dims, faces)
+        status = placed(sim, name, MPS_INT32, cells, extents, transfer(view, words), field, lo, dims, faces, at)
     end function
 
-    integer function field_int64_1(sim, name, array, field, lo, dims, faces) result(status)
+    integer function field_int64_1(sim, name, array, field, lo, dims, faces, at) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer(c_int64_t), pointer, intent(in) :: array(:)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
         logical, intent(in), optional :: faces(:)
+        type(c_ptr), intent(in), optional :: at
+        type(view_int64_1) :: view
         type(c_ptr) :: cells(2)
         integer :: extents(1), a(1), b(1)
         extents = 0
         if (associated(array)) extents = shape(array)
+        view%a => array
         a = lbound(array)
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1))), c_loc(array(b(1)))]
-        status = placed(sim, name, MPS_INT64, cells, extents, field, lo, dims, faces)
+        status = placed(sim, name, MPS_INT64, cells, extents, transfer(view, words), field, lo, dims, faces, at)
     end function
 
-    integer function field_int64_2(sim, name, array, field, lo, dims, faces) result(status)
+    integer function field_int64_2(sim, name, array, field, lo, dims, faces, at) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer(c_int64_t), pointer, intent(in) :: array(:, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
         logical, intent(in), optional :: faces(:)
+        type(c_ptr), intent(in), optional :: at
+        type(view_int64_2) :: view
         type(c_ptr) :: cells(3)
         integer :: extents(2), a(2), b(2)
         extents = 0
         if (associated(array)) extents = shape(array)
+        view%a => array
         a = lbound(array)
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2))), c_loc(array(b(1), a(2))), &
                                        c_loc(array(a(1), b(2)))]
-        status = placed(sim, name, MPS_INT64, cells, extents, field, lo, dims, faces)
+        status = placed(sim, name, MPS_INT64, cells, extents, transfer(view, words), field, lo, dims, faces, at)
     end function
 
-    integer function field_int64_3(sim, name, array, field, lo, dims, faces) result(status)
+    integer function field_int64_3(sim, name, array, field, lo, dims, faces, at) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer(c_int64_t), pointer, intent(in) :: array(:, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
         logical, intent(in), optional :: faces(:)
+        type(c_ptr), intent(in), optional :: at
+        type(view_int64_3) :: view
         type(c_ptr) :: cells(4)
         integer :: extents(3), a(3), b(3)
         extents = 0
         if (associated(array)) extents = shape(array)
+        view%a => array
         a = lbound(array)
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3))), c_loc(array(b(1), a(2), a(3))), &
                                        c_loc(array(a(1), b(2), a(3))), c_loc(array(a(1), a(2), b(3)))]
-        status = placed(sim, name, MPS_INT64, cells, extents, field, lo, dims, faces)
+        status = placed(sim, name, MPS_INT64, cells, extents, transfer(view, words), field, lo, dims, faces, at)
     end function
 
-    integer function field_int64_4(sim, name, array, field, lo, dims, faces) result(status)
+    integer function field_int64_4(sim, name, array, field, lo, dims, faces, at) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
         integer(c_int64_t), pointer, intent(in) :: array(:, :, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(:), dims(:)
         logical, intent(in), optional :: faces(:)
+        type(c_ptr), intent(in), optional :: at
+        type(view_int64_4) :: view
         type(c_ptr) :: cells(5)
         integer :: extents(4), a(4), b(4)
         extents = 0
         if (associated(array)) extents = shape(array)
+        view%a => array
         a = lbound(array)
         b = a + min(1, extents - 1)
         if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3), a(4))), c_loc(array(b(1), a(2), a(3), a(4))), &
                                        c_loc(array(a(1), b(2), a(3), a(4))), c_loc(array(a(1), a(2), b(3), a(4))), &
                                        c_loc(array(a(1), a(2), a(3), b(4)))]
-        status = placed(sim, name, MPS_INT64, cells, extents, field, lo, dims, faces)
+        status = placed(sim, name, MPS_INT64, cells, extents, transfer(view, words), field, lo, dims, faces, at)
     end function
 end module
