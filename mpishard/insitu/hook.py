@@ -153,11 +153,16 @@ class Hook:
             return False
         for field in self._simulation.fields.values():
             field._prepare()
+        run = _Run()
         copies: list[Any] = []
         for field in self.inputs:
-            copies.append(field._enter().clone())
-            field._leave()
-        run = _Run()
+            tensor = field._enter()
+            try:
+                copies.append(tensor.clone())
+            except Exception as e:  # noqa: BLE001 (memory, which may be short on one rank)
+                run.error = e
+            finally:
+                field._leave()
         act = partial(copy_context().run, self._model_beside, run, copies, _modes(self._simulation.mesh.device))
         self._flight = (self._simulation._worker.start(act), run)
         self._simulation._flying = self
@@ -180,11 +185,13 @@ class Hook:
                 got="wait() alone",
                 fix="call start()",
             )
-        (done, run), self._flight = self._flight, None
+        done, run = self._flight
+        if done is not None:
+            done.wait()  # first of all: who is interrupted here may wait again
+        self._flight = None
         if done is None or run is None:
             return False
         self._simulation._flying = None
-        done.wait()
         self._simulation.mesh.lend()
         for field in self._simulation.fields.values():
             field._ready = None
@@ -224,6 +231,8 @@ class Hook:
     def _model_beside(
         self, run: _Run, tensors: list[ShardTensor], modes: Sequence[AbstractContextManager[object]]
     ) -> None:
+        if run.error is not None:
+            return
         try:
             with ExitStack() as within:
                 for mode in modes:

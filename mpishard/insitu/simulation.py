@@ -466,7 +466,8 @@ class Simulation:
             if self._flying is not None:
                 self._flying.wait()
         finally:
-            self._free()
+            if self._flying is None:  # not where the wait was interrupted: the model still runs
+                self._free()
 
     def _free(self) -> None:
         self._released = True

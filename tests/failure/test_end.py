@@ -77,6 +77,28 @@ ms.io.save_checkpoint(os.environ["FOLDER"], 1, tensors={"x": x}, asynchronous=Tr
     assert (folder / "latest").exists() == writes
 
 
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_checkpoint_that_is_interrupted_while_the_program_ends(job, tmp_path, culprit):
+    """Ctrl-C on one rank: the status tells that it was not written, and the other rank does not wait for it."""
+    body = """
+import threading
+from mpishard.io.checkpoint import background
+mesh = ms.init_mesh((-1,), ("x",))
+x = ms.distribute_tensor(torch.rand(1 << 16), mesh, (ms.Shard(0),))
+if rank == int(os.environ["CULPRIT"]):
+    background._write_part = lambda *_: time.sleep(600)
+    main = threading.main_thread().ident
+    threading.Timer(1.0, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+ms.io.save_checkpoint(os.environ["FOLDER"], 1, tensors={"x": x}, asynchronous=True)
+"""
+    folder = tmp_path / "run"
+    outcome = job(2, body, FOLDER=os.fspath(folder), CULPRIT=str(culprit))
+    assert outcome.status != 0, outcome.output
+    assert "KeyboardInterrupt: at the end of the program" in outcome.output
+    assert outcome.seconds < 60
+    assert not (folder / "latest").exists()
+
+
 def test_nothing_is_said_into_a_file_that_has_the_number_of_stderr(job, tmp_path):
     body = """
 from mpishard.comm import exit

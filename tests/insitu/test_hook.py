@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -416,6 +417,52 @@ def test_models_that_are_started_run_in_one_thread_until_the_release(host, sim):
     sim.release()
     threads[0].join(30)
     assert not threads[0].is_alive()
+
+
+@pytest.mark.parametrize("interrupted", ["wait", "release"])
+def test_who_is_interrupted_while_the_model_runs_may_wait_again(host, sim, interrupted):
+    u, tau, gate = host.array(), host.array() * 0, threading.Event()
+    sim.field("u", u)
+    sim.field("tau", tau)
+
+    def model(x):
+        gate.wait(60)
+        return x + x.sum()
+
+    hook = sim.hook(model, ["u"], ["tau"])
+    hook.start()
+    call = hook.wait if interrupted == "wait" else sim.release
+    if WORLD.rank == SIZE - 1:
+        main = threading.main_thread().ident
+        threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    gate.set()
+    call()
+    np.testing.assert_allclose(tau[host.interior], (host.whole + host.whole.sum())[host.box])
+    if interrupted == "wait":
+        assert hook()
+
+
+def test_no_room_for_the_copies_of_one_rank(host, sim, monkeypatch):
+    u, tau = host.array(), host.array() * 0
+    sim.field("u", u)
+    sim.field("tau", tau)
+    hook = sim.hook(lambda x: x + x.sum(), ["u"], ["tau"])
+
+    class Large:
+        def clone(self):
+            raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        if WORLD.rank == SIZE - 1:
+            patch.setattr("mpishard.insitu.field.Field._enter", lambda self: Large())
+        hook.start()
+    with pytest.raises(ms.MpishardError, match="no room"):
+        hook.wait()
+    hook.start()
+    hook.wait()
+    np.testing.assert_allclose(tau[host.interior], (host.whole + host.whole.sum())[host.box])
 
 
 @pytest.mark.parametrize("broken", [False, True])

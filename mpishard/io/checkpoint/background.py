@@ -257,18 +257,21 @@ def in_background(taken: Snapshot) -> Saving:
     """Copy the blocks that this rank gives, make the files for all, and start writing them. Collective."""
     group, whole = taken.group, taken.stages.group
     plan = Plan.of(group.size)
-    tensors = {}
-    for name, x in taken.tensors.items():
-        local = x.block
-        if gives(x.sharding, taken.mesh.coords):
-            local = dense(local.detach().to("cpu", copy=True))
-        else:
-            local = local.new_empty(0, device="cpu")
-        tensors[name] = wrap(local, x.sharding, taken.mesh)
-    taken = taken._replace(tensors=tensors)
+    tensors: dict[str, ShardTensor] = {}
+
+    def copy() -> None:
+        for name, x in taken.tensors.items():
+            local = x.block
+            if gives(x.sharding, taken.mesh.coords):
+                local = dense(local.detach().to("cpu", copy=True))
+            else:
+                local = local.new_empty(0, device="cpu")
+            tensors[name] = wrap(local, x.sharding, taken.mesh)
+
     parts, notes = taken.own / PARTS, (taken.own / _note(group.rank)).parent
 
     def begin() -> None:
+        copy()  # memory may be short on one rank
         if whole.rank == 0:
             for folder in {(taken.partial / _note(stage)).parent for stage in range(taken.stages.count)}:
                 folder.mkdir(parents=True)
@@ -294,7 +297,7 @@ def in_background(taken: Snapshot) -> Saving:
         if whole.rank == 0:
             discard(taken.partial)
         raise
-    return Saving(taken)
+    return Saving(taken._replace(tensors=tensors))
 
 
 def finish(folder: Path) -> None:
@@ -411,6 +414,10 @@ def _room(path: Path, nbytes: int, count: int) -> Iterator[None]:
 def _tell() -> None:
     # nobody waited for it: the error would be lost
     for saving in _pending.values():
+        taken = saving._taken
+        if saving._error is None and taken is not None:
+            # Ctrl-C came while Python waited for the thread, which ends with the process
+            saving._fail(taken, KeyboardInterrupt("at the end of the program"))
         if saving._error is not None:
             with contextlib.suppress(OSError, ValueError, AttributeError):  # None, where it is closed
                 sys.stderr.write(f"{saving._error}\n")

@@ -1093,6 +1093,23 @@ def test_an_asynchronous_failure_is_told_at_the_next_save(mesh, folder, monkeypa
     assert listed(folder) == ["latest", "step_0000000001"]
 
 
+def test_no_room_for_the_copies_of_one_rank(mesh, folder, monkeypatch):
+    def full(*_):
+        raise MemoryError("no room")
+
+    x = on(mesh, values((30, 40)), 0, 1)
+    ms.io.save_checkpoint(folder, 1, tensors={"x": x}, mesh=mesh)
+    with monkeypatch.context() as patch:
+        if WORLD.rank == WORLD.size - 1:
+            patch.setattr("mpishard.io.checkpoint.background.dense", full)
+        with pytest.raises(FileError, match="no room") as e:
+            ms.io.save_checkpoint(folder, 2, tensors={"x": x}, mesh=mesh, asynchronous=True)
+    same_on_all(e)
+    assert listed(folder) == ["latest", "step_0000000001"]
+    ms.io.save_checkpoint(folder, 2, tensors={"x": x}, mesh=mesh, asynchronous=True).wait()
+    assert ms.io.load_checkpoint(folder, mesh=mesh).step == 2
+
+
 class Weights:
     """What has a state dict, and is no module."""
 
