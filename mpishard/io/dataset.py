@@ -26,6 +26,7 @@ from mpishard.io.file.parts import narrowed
 from mpishard.io.file.seen import Seen, changed
 from mpishard.io.file.trust import Path, check_memory, shown, told
 from mpishard.io.read import Part, Window, at_rest, no_device, opened_alike, part_of
+from mpishard.io.sample_index import counted
 from mpishard.layout import Layout, Replicate, Shard, as_placements, largest, layout_of
 from mpishard.tensor import ShardTensor, wrap
 

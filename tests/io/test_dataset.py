@@ -50,15 +50,16 @@ def test_samples(stream):
             call()
         same_on_all(e)
     mesh = ds.mesh
-    cut = [
-        ms.distribute_tensor(torch.arange(4), mesh, [ms.Shard(0)] + [ms.Replicate()] * (mesh.ndim - 1)),
-        ms.ShardTensor.from_local(torch.ones(2, dtype=torch.int64), mesh, [ms.Partial()] * mesh.ndim),
+    cut = ms.distribute_tensor(torch.arange(4), mesh, [ms.Shard(0)] + [ms.Replicate()] * (mesh.ndim - 1))
+    sums = [
+        ms.ShardTensor.from_local(torch.ones(n, dtype=torch.int64), mesh, [ms.Partial()] * mesh.ndim)
+        for n in ((2,), ())
     ]
-    for indices in (*cut, [0, cut[1][0]], [0, cut[0].sum()], b"\0\1"):
+    for indices in (cut, sums[0], [0, sums[1]], b"\0\1"):
         for on_all in (True, False):  # and on one rank alone
             with pytest.raises(ms.MpishardError, match="is of another kind"):
                 ds.batch(indices if on_all or WORLD.rank == WORLD.size - 1 else [0])
-    assert torch.equal(ds.batch(cut[0].redistribute(placements=[ms.Replicate()] * mesh.ndim)).full_tensor(), full[:4])
+    assert torch.equal(ds.batch(cut.redistribute(placements=[ms.Replicate()] * mesh.ndim)).full_tensor(), full[:4])
     with pytest.raises(IndexError if WORLD.rank == WORLD.size - 1 else ms.MpishardError, match="sample 5 of 5"):
         ds[5 if WORLD.rank == WORLD.size - 1 else 0]
     assert torch.equal(ds[0].full_tensor(), full[0])
