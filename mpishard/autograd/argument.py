@@ -145,6 +145,14 @@ def valueless(x: Tensor) -> tuple[str, str] | None:
     return None
 
 
+def require_dense_on_all(op: str, x: Any, mesh: Any, mesh_dim: MeshDims) -> None:
+    """Raise on every rank unless ``x`` is a plain tensor that is numbers at strides. Collective as `together` is."""
+    require_mesh(op, mesh)
+    nobody = isinstance(mesh_dim, (tuple, list)) and not mesh_dim  # but this rank, in an all-reduce
+    with together(op, mesh, None if nobody else mesh_dims(mesh, mesh_dim)):
+        require_dense(op, x)
+
+
 def require_dense(op: str, x: Any) -> None:
     """Raise unless ``x`` is a plain tensor that is numbers at strides. Not collective."""
     require_plain(op, x)

@@ -23,7 +23,7 @@ from mpishard.autograd.argument import (
     misfit,
     needs_grad,
     require,
-    require_dense,
+    require_dense_on_all,
     require_mesh,
     require_rank,
     require_switches,
@@ -42,9 +42,9 @@ from mpishard.layout import balanced, key_of
 
 
 def _called(name: str, x: Tensor, mesh: CartMesh, mesh_dim: MeshDims) -> tuple[tuple[int, ...], Group]:
-    """Return the mesh dims of a call, and their ranks; refuse what is no plain tensor. Not collective."""
+    """Return the mesh dims of a call, and their ranks; refuse what is no plain tensor. Collective as `together` is."""
     if not is_plain(x) or followed():
-        require_dense(name, x)
+        require_dense_on_all(name, x, mesh, mesh_dim)
     require_mesh(name, mesh)
     dims = mesh_dims(mesh, mesh_dim)
     if x.requires_grad:
@@ -108,7 +108,7 @@ def all_reduce(
     >>> total = ms.all_reduce(x.sum(), mesh)
     """
     if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or followed():
-        require_dense("all_reduce", x)
+        require_dense_on_all("all_reduce", x, mesh, mesh_dim)
     if type(mesh) is not CartMesh:
         require_mesh("all_reduce", mesh)
     if type(op) is not str:  # MPI's, such as MPI.SUM, cannot be looked up

@@ -16,6 +16,7 @@ from mpishard.autograd.argument import (
     mesh_dims,
     needs_grad,
     require_dense,
+    require_dense_on_all,
     require_mesh,
     require_rank,
     together,
@@ -63,7 +64,7 @@ def shift(x: Tensor, mesh: CartMesh, mesh_dim: int | str, displacement: int) -> 
     >>> from_left = ms.shift(edge, mesh, "x", 1)
     """
     if not is_plain(x) or followed():
-        require_dense("shift", x)
+        require_dense_on_all("shift", x, mesh, mesh_dim)
     require_mesh("shift", mesh)
     dims = mesh_dims(mesh, mesh_dim)
     if type(displacement) is not int:

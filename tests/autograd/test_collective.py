@@ -385,6 +385,23 @@ def test_an_argument_that_is_wrong_on_one_rank_raises_on_all(call):
         call(torch.ones(7, 3), mesh, mesh.rank == 1)
 
 
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "shift"])
+@pytest.mark.parametrize("wrong", [None, 1.5, [1.0], "ShardTensor"])
+def test_what_is_no_tensor_on_one_rank_raises_on_all(name, wrong):
+    of = {"all_to_all": {"split_dim": 0, "concat_dim": 1}, "shift": {"mesh_dim": 0, "displacement": 1}}
+    options = of.get(name, {})
+    mesh = ms.init_mesh((-1,), ("y",))
+    x = torch.ones(mesh.size, 3)
+    if wrong == "ShardTensor":
+        wrong = ms.distribute_tensor(x, mesh, (ms.Shard(0),))
+    with pytest.raises(ms.UnsupportedOperationError, match=r"plain tensors(.|\n)*raised on: rank 1 of"):
+        getattr(ms, name)(wrong if mesh.rank == 1 else x, mesh, **options)
+    getattr(ms, name)(x, mesh, **options)
+    with pytest.raises(ms.UnsupportedOperationError, match="plain tensors"):
+        ms.all_reduce(wrong, mesh, ())
+
+
 def test_mesh_after_free():
     mesh = ms.init_mesh((SIZE,), ("x",))
     x = torch.ones(3)
