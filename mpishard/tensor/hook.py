@@ -34,9 +34,13 @@ def local_cotangent(g: Any, layout: Layout, mesh: CartMesh) -> Any:
 
 @implements(torch.Tensor.register_hook, sharded="local")
 def register_hook(self: ShardTensor, hook: Any) -> Any:
-    """Give the hook ShardTensors. Not collective."""
+    """Give the hook ShardTensors, or None where torch has no cotangent. Not collective."""
     (block, layout), mesh = root_of(self), self.mesh
-    return block.register_hook(lambda g: local_cotangent(hook(global_cotangent(g, layout, mesh)), layout, mesh))
+
+    def on_block(g: Tensor | None) -> Any:
+        return local_cotangent(hook(None if g is None else global_cotangent(g, layout, mesh)), layout, mesh)
+
+    return block.register_hook(on_block)
 
 
 @implements(torch.Tensor.register_post_accumulate_grad_hook, sharded="local")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import mpishard as ms
 from tests.compare import WORLD, gathered, mesh_of, shard
@@ -144,3 +145,36 @@ def test_an_optimizer_steps_a_partial():
             (t**3).sum().backward()
             steps.step()
     torch.testing.assert_close(gathered(x), plain.detach())
+
+
+class Nothing(torch.autograd.Function):
+    """What has no gradient, and says so by None."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return None
+
+
+@pytest.mark.parametrize("f", [Nothing.apply, lambda y: torch.linalg.slogdet(y)[0]])
+@pytest.mark.parametrize("placement", [ms.Shard(0), ms.Replicate()])
+def test_a_hook_where_there_is_no_cotangent(f, placement):
+    """Torch calls it with None."""
+    whole = torch.eye(2, dtype=torch.float64).repeat(5, 1, 1)
+    for x in (whole.clone().requires_grad_(), shard(whole, mesh_of((WORLD.size,)), [placement], requires_grad=True)):
+        seen, y = [], x * 3
+        y.register_hook(seen.append)
+        f(y).sum().backward()
+        assert seen == [None]
+        assert x.grad is None
+
+
+@pytest.mark.parametrize("norm", [F.instance_norm, lambda x: F.batch_norm(x, None, None, training=True)])
+@pytest.mark.parametrize("placement", [ms.Shard(0), ms.Shard(1), ms.Replicate()])
+def test_a_normalization_where_there_is_no_cotangent(norm, placement):
+    x = shard(values(3, 4, 5, 5), mesh_of((WORLD.size,)), [placement], requires_grad=True)
+    Nothing.apply(norm(x)).sum().backward()
+    assert x.grad is None or not gathered(x.grad).any()

@@ -270,7 +270,7 @@ def _with_right_gradient(y: Tensor) -> Tensor:
         last = FORMATS.get(y.ndim)
         is_last = last is not None and not y.is_contiguous() and y.is_contiguous(memory_format=last)
         memory_format = last if is_last else torch.contiguous_format
-        y.register_hook(lambda g: g.contiguous(memory_format=memory_format))
+        y.register_hook(lambda g: None if g is None else g.contiguous(memory_format=memory_format))
     return y
 
 

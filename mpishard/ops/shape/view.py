@@ -255,7 +255,7 @@ def view_as_real(input: ShardTensor) -> ShardTensor:
     local = torch.view_as_real(x.block)
     if not local.numel() and local.requires_grad:
         # torch takes a cotangent without cells as it is, whose strides may be 0, and refuses it on this rank alone
-        local.register_hook(lambda g: g.reshape(0).view(g.shape))
+        local.register_hook(lambda g: None if g is None else g.reshape(0).view(g.shape))
     shape, strides = (*x.sharding.shape, 2), (*(2 * s for s in strides_of(x)), 1)
     return viewed(x, local, mapped(x.sharding, (*range(x.ndim), -1), shape), laid(x, shape, strides))
 

@@ -510,6 +510,16 @@ def test_a_complex_view_takes_an_expanded_cotangent():
         compare(torch.view_as_real, [(z, mesh, p, s)], summed=True, what=f"{p} {s}")
 
 
+def test_a_complex_view_whose_cotangent_is_none():
+    """Of no other rank than the empty ones: those raised alone."""
+    x = torch.eye(2, dtype=torch.float64).repeat(4, 1, 1)
+    for mesh, p, s in layouts(x.shape, [0]):
+        z = shard(x, mesh, p, s, requires_grad=True)
+        pairs = torch.view_as_real(torch.complex(z, z))
+        torch.linalg.slogdet(pairs[..., 0])[0].sum().backward()
+        assert z.grad is None, f"{p} {s}"
+
+
 def test_view_as_another_dtype():
     mesh = mesh_of((WORLD.size,))
     x = values(6, 4)
