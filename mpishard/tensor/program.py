@@ -185,8 +185,17 @@ class Program:
         # plans hold tensors: these become constants
         context = TracingContext(FakeTensorMode(allow_non_fake_inputs=True))
         # torch's cache of whole programs would know this one by its name alone
-        no_cache = functorch_config.patch(enable_autograd_cache=False)
-        with warnings.catch_warnings(), no_cache, unpacked(), tracing(context), recorded(self._trace):
+        changes = {"enable_autograd_cache": False}
+        if hasattr(functorch_config, "force_non_lazy_backward_lowering"):
+            # else backward is compiled when it is run, and where that fails on one rank nobody tells the others
+            changes["force_non_lazy_backward_lowering"] = True
+        with (
+            warnings.catch_warnings(),
+            functorch_config.patch(changes),
+            unpacked(),
+            tracing(context),
+            recorded(self._trace),
+        ):
             # compilers call what torch has deprecated itself
             warnings.simplefilter("ignore", DeprecationWarning)
             self._compiled = backend(GraphModule({}, graph), blocks)

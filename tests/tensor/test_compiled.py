@@ -392,6 +392,33 @@ def test_where_one_rank_cannot_compile_none_does():
     torch.testing.assert_close(gathered(y), field(2 * SIZE, 3).softmax(0))
 
 
+@pytest.mark.skipif(RELEASE < (2, 13), reason="torch compiles backward when it is run")
+def test_a_compiler_that_fails_in_backward_on_one_rank():
+    """Then all run eagerly: torch itself would raise in the backward pass of this rank alone."""
+
+    def backward(graph, _examples):
+        if WORLD.rank == SIZE - 1:
+            raise RuntimeError("no backward here")
+        return make_boxed_func(graph.forward)
+
+    def f(x):
+        return F.conv2d(x, torch.ones(1, 1, 3, 3), padding=1).cumsum(2)
+
+    kept = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward)
+    compiled, whole = (
+        torch.compile(f, backend=kept),
+        torch.randn(1, 1, 8, 4, generator=torch.Generator().manual_seed(1)),
+    )
+    (expected,) = torch.autograd.grad(f(x := whole.clone().requires_grad_()).square().sum(), x)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            x = shard(whole, mesh_of((SIZE,)), (ms.Shard(2),), requires_grad=True)
+            compiled(x).square().sum().backward()
+            torch.testing.assert_close(gathered(x.grad), expected)
+    assert any("runs eagerly" in str(w.message) for w in told)
+
+
 def test_ranks_that_disagree_on_a_branch_run_eagerly():
     flag = {"first": WORLD.rank == 0}
 
