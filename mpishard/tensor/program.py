@@ -186,9 +186,10 @@ class Program:
         context = TracingContext(FakeTensorMode(allow_non_fake_inputs=True))
         # torch's cache of whole programs would know this one by its name alone
         changes = {"enable_autograd_cache": False}
-        if hasattr(functorch_config, "force_non_lazy_backward_lowering"):
-            # else backward is compiled when it is run, and where that fails on one rank nobody tells the others; it
-            # cannot know yet whether the graph is retained, so what is saved is not its to write into
+        # else backward is compiled when it is run, and where that fails on one rank nobody tells the others
+        ahead = hasattr(functorch_config, "force_non_lazy_backward_lowering")
+        if ahead:
+            # it cannot know yet whether the graph is retained, so what is saved is not its to write into
             changes |= {"force_non_lazy_backward_lowering": True, "donated_buffer": False}
         with (
             warnings.catch_warnings(),
@@ -200,7 +201,7 @@ class Program:
             # compilers call what torch has deprecated itself
             warnings.simplefilter("ignore", DeprecationWarning)
             self._compiled = backend(GraphModule({}, graph), blocks)
-            if len(changes) > 1 and context.fw_metadata is not None:
+            if ahead and context.fw_metadata is not None:
                 context.fw_metadata.bw_donated_idxs = []  # torch takes None for some
         # only now: a tensor of the first call need not stay
         self._strides = [x.stride() if isinstance(x, Tensor) else None for x in blocks]
