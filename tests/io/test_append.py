@@ -574,7 +574,7 @@ def test_attributes_of_coordinates(mesh, folder):
     [
         ({"scales": {"z": [1]}, "dims": ("y", "x")}, "name the dims of a dataset"),
         ({"scales": {"time": 1.0}, "dims": ("y", "x")}, "append='time'"),
-        ({"scales": {"time": [1.0, 2.0]}, "append": "time"}, "the value of this step"),
+        ({"scales": {"time": [1.0, 2.0]}, "append": "time"}, "the value of this step: scales={.time.: t}"),
         ({"scales": {"y": [1.0, 2.0]}, "dims": ("y", "x")}, "4 numbers, those of the whole dim"),
         ({"scales": {"y": 1.0}, "dims": ("y", "x")}, "a sequence of 4 numbers"),
     ],

@@ -184,10 +184,10 @@ def extents(form: Schema) -> dict[str, int]:
             fix = f"name the dims of a dataset, e.g. dims=({', '.join(map(repr, [dim, 'x']))}), or append={dim!r}"
         elif dim == form.append:
             wanted, got = "one number, the step's own", f"shape {given.shape}"
-            fix = "give the value of this step: scales={{{dim!r}: t}}; every step adds one"
+            fix = f"give the value of this step: scales={{{dim!r}: t}}; every step adds one"
         else:
             wanted, got = f"{expected} values, one per cell of the dim", f"shape {given.shape}"
-            fix = "give a sequence of {expected} numbers, those of the whole dim and not of a block"
+            fix = f"give a sequence of {expected} numbers, those of the whole dim and not of a block"
         raise LayoutError(f"write: scale of dim {dim!r}", expected=wanted, got=got, fix=fix)
     return out
 
