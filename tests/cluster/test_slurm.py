@@ -66,6 +66,8 @@ def start_again(slurm: Slurm, task: str, number: str) -> None:
     left = any(re.search(rf"[._]{number}\.", name) for name in os.listdir(spool[1]))
     alive = subprocess.run(["pgrep", "-f", rf"^slurmstepd: \[{number}\."], capture_output=True, check=False).stdout
     if not left and not alive:
+        # slurmd refuses what starts in the second in which it has ended the first start: "Job credential revoked"
+        time.sleep(2)
         slurm("scontrol", "update", f"JobId={task}", "StartTime=now")
 
 
