@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 # Before torch, and before mpishard reads them.
@@ -205,10 +205,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for file in files for item in file]
 
 
-def pytest_collection_finish() -> None:
-    # what was imported stays: the many collections during the tests need not look at it again
+def keep() -> None:
+    """Spare what is alive the many collections to come: what is imported, compiled and reported stays."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    keep()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    done = yield
+    if nextitem is not None and nextitem.path != item.path:
+        keep()
+    return done
 
 
 def pytest_report_header(config: pytest.Config) -> str:
