@@ -85,23 +85,28 @@ def _write(at: Path, path: Path, grid: Grid) -> None:
         image.attrs["Origin"], image.attrs["Spacing"] = np.array(origin), np.abs(spacing)
         image.attrs["Direction"] = direction.ravel()
         fields = image.create_group("PointData")
-        # where one step is shown, or there is one cell along a dim, VTK reads arrays that have no such dim
+        # where one step is shown, VTK reads arrays that have no such dim
         total = () if grid.steps is None else (grid.steps.total,)
         one = grid.steps is not None and len(grid.steps.places) == 1
         place: Any = () if grid.steps is None else grid.steps.places if one else (slice(None),)
-        flat = tuple(n for n in grid.space if n > 1) or (1,)
+        cells = tuple(slice(None) if kept else 0 for kept in _kept(grid.space))
+        flat = tuple(n for n, kept in zip(grid.space, _kept(grid.space)) if kept)
         for v in grid.variables:
             source = virtual_source(path.name, v.name, (*total, *v.shape), v.dtype)
             for name, index in _named(grid, v):
                 field = h5py.VirtualLayout((*(() if one else total), *flat), v.dtype)
-                field[...] = source[(*place, *index, *map(_all_or_first, grid.space))]
+                field[...] = source[(*place, *index, *cells)]
                 fields.create_virtual_dataset(name, field)
         if grid.steps is not None:
             _add_steps(image, grid.steps, list(fields))
 
 
-def _all_or_first(n: int) -> int | slice:
-    return slice(None) if n > 1 else 0
+def _kept(space: tuple[int, ...]) -> tuple[bool, ...]:
+    """Tell which dims arrays have so that VTK reads them: as one cell may be along a dim, not all."""
+    if len(space) == 3 and space[0] > space[1] == 1:
+        return tuple(n > 1 for n in space)  # from VTK 9.7.2 on, and before in no way
+    first = next((dim for dim, n in enumerate(space) if n > 1), len(space) - 1)
+    return tuple(dim >= first for dim in range(len(space)))
 
 
 def _add_steps(image: Any, shown: Steps, names: list[str]) -> None:

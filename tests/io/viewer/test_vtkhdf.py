@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 from vtkmodules.util.numpy_support import vtk_to_numpy
+from vtkmodules.vtkCommonCore import vtkVersion
 from vtkmodules.vtkIOHDF import vtkHDFReader
 
 import mpishard as ms
 from tests.io.files import BACKENDS, WORLD, sharded, values
+
+VTK = tuple(map(int, vtkVersion.GetVTKVersion().split(".")[:3]))
 
 
 def opened(path, time=None):
@@ -126,9 +129,13 @@ def test_times_of_a_restart(mesh, folder, times):
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize(
-    "space", [(3, 4), (1, 4), (3, 1), (1, 1), (1, 3, 4), (2, 1, 4), (2, 3, 1), (1, 3, 1), (1, 1, 1)], ids=str
+    "space",
+    [(3, 4), (1, 4), (3, 1), (1, 1), (1, 3, 4), (2, 1, 4), (2, 3, 1), (1, 3, 1), (1, 1, 4), (2, 1, 1), (1, 1, 1)],
+    ids=str,
 )
 def test_dims_of_one_cell_and_single_steps(mesh, folder, space, steps):
+    if len(space) == 3 and space[0] > space[1] == 1 and VTK < (9, 7, 2):
+        pytest.skip("VTK reads other numbers, in whatever form")
     one = [values(space) + step for step in range(steps or 1)]
     for step, full in enumerate(one):
         options = {"append": "time", "scales": {"time": step / 2}} if steps else {}
