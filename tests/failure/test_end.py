@@ -85,10 +85,15 @@ import threading
 from mpishard.io.checkpoint import background
 mesh = ms.init_mesh((-1,), ("x",))
 x = ms.distribute_tensor(torch.rand(1 << 16), mesh, (ms.Shard(0),))
+ending = threading.Event()
+threading._register_atexit(ending.set)
+def interrupting(*_):
+    ending.wait()
+    time.sleep(0.5)  # until Python waits for this thread
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    time.sleep(600)
 if rank == int(os.environ["CULPRIT"]):
-    background._write_part = lambda *_: time.sleep(600)
-    main = threading.main_thread().ident
-    threading.Timer(1.0, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+    background._write_part = interrupting
 ms.io.save_checkpoint(os.environ["FOLDER"], 1, tensors={"x": x}, asynchronous=True)
 """
     folder = tmp_path / "run"

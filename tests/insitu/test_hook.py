@@ -432,11 +432,15 @@ def test_who_is_interrupted_while_the_model_runs_may_wait_again(host, sim, inter
     hook = sim.hook(model, ["u"], ["tau"])
     hook.start()
     call = hook.wait if interrupted == "wait" else sim.release
-    if WORLD.rank == SIZE - 1:
+
+    def cut_short():
         main = threading.main_thread().ident
         threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            call()
+        call()
+
+    if WORLD.rank == SIZE - 1:
+        with pytest.raises(KeyboardInterrupt):  # however late this thread comes to the call
+            cut_short()
     gate.set()
     call()
     np.testing.assert_allclose(tau[host.interior], (host.whole + host.whole.sum())[host.box])

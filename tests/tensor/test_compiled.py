@@ -405,10 +405,8 @@ def test_a_compiler_that_fails_in_backward_on_one_rank():
         return F.conv2d(x, torch.ones(1, 1, 3, 3), padding=1).cumsum(2)
 
     kept = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward)
-    compiled, whole = (
-        torch.compile(f, backend=kept),
-        torch.randn(1, 1, 8, 4, generator=torch.Generator().manual_seed(1)),
-    )
+    compiled = torch.compile(f, backend=kept)
+    whole = torch.randn(1, 1, 8, 4, generator=torch.Generator().manual_seed(1))
     (expected,) = torch.autograd.grad(f(x := whole.clone().requires_grad_()).square().sum(), x)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

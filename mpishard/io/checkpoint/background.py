@@ -208,9 +208,9 @@ class Saving:
     def _heard(self, folder: Path, number: int, size: int, total: Tensor, pace: _Pace) -> Tensor | None:
         """Add the sums of those below this one in a tree; None where the program has given up."""
         for other in below(number, size):
-            note = folder / _note(other)
-            if not self._told(note, folder / _sign(other), pace):
+            if not self._awaited(folder, other, pace):
                 return None
+            note = folder / _note(other)
             head, _, sums = note.read_bytes().partition(b"\n")
             told = json.loads(head)
             if told["error"]:
@@ -222,8 +222,9 @@ class Saving:
             note.unlink()
         return total
 
-    def _told(self, note: Path, sign: Path, pace: _Pace) -> bool:
+    def _awaited(self, folder: Path, other: int, pace: _Pace) -> bool:
         """Wait for a rank's note, as long as the rank shows that it is there; False where the program has given up."""
+        note, sign = folder / _note(other), folder / _sign(other)
         since, pause, seen = time.monotonic(), 0.01, 0
         while not note.exists():
             if self._abandoned.wait(pause):
@@ -234,8 +235,7 @@ class Saving:
                 changed = sign.stat().st_mtime_ns
                 since, seen = (since if changed == seen else time.monotonic()), changed
             if guard.TIMEOUT_S and time.monotonic() - since > guard.TIMEOUT_S:
-                silent = TimeoutError(f"rank {note.name} has written nothing for a long time")
-                raise unwritable(note.parents[2], silent)
+                raise unwritable(folder, TimeoutError(f"rank {other} has written nothing for a long time"))
         return True
 
 

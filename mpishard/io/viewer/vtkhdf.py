@@ -89,8 +89,9 @@ def _write(at: Path, path: Path, grid: Grid) -> None:
         total = () if grid.steps is None else (grid.steps.total,)
         one = grid.steps is not None and len(grid.steps.places) == 1
         place: Any = () if grid.steps is None else grid.steps.places if one else (slice(None),)
-        cells = tuple(slice(None) if kept else 0 for kept in _kept(grid.space))
-        flat = tuple(n for n, kept in zip(grid.space, _kept(grid.space)) if kept)
+        kept = _kept(grid.space)
+        cells = tuple(slice(None) if keep else 0 for keep in kept)
+        flat = tuple(n for n, keep in zip(grid.space, kept) if keep)
         for v in grid.variables:
             source = virtual_source(path.name, v.name, (*total, *v.shape), v.dtype)
             for name, index in _named(grid, v):

@@ -1170,7 +1170,7 @@ def test_a_rank_is_waited_for_as_long_as_it_shows_that_it_is_there(tmp_path, mon
 
         clock.now = 0.0
         waiting = SimpleNamespace(_abandoned=SimpleNamespace(wait=turn))
-        return background.Saving._told(waiting, note, sign, SimpleNamespace(sign=lambda: None))
+        return background.Saving._awaited(waiting, tmp_path, 1, SimpleNamespace(sign=lambda: None))
 
     assert not told(iter([False, True]), 100.0)
     with pytest.raises(FileError, match="rank 1 has written nothing for a long time"):
