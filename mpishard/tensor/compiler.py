@@ -248,7 +248,11 @@ def _told(error: BaseException) -> str:
         error = inner
     lines = str(error).strip().splitlines() or [type(error).__name__]
     # see `_leave_out_package`
-    return "a call of mpishard's own" if any(f"file `{_PACKAGE}" in line for line in lines) else lines[0]
+    return (
+        "a call of mpishard's own, or a ShardTensor that is no argument"
+        if any(f"file `{_PACKAGE}" in line for line in lines)
+        else lines[0]
+    )
 
 
 def _warn(reason: str) -> None:
