@@ -17,7 +17,7 @@ from mpishard.io.backend import root
 from mpishard.io.backend.choice import mpio_obstacle
 from mpishard.io.file.dtype import NUMPY
 from tests.compare import gathered, mesh_of, shard
-from tests.io.files import block, same_on_all, sharded, store, values
+from tests.io.files import block, on_root, same_on_all, sharded, store, values
 
 WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size
@@ -78,6 +78,35 @@ def test_dtype_is_converted(mesh, folder, stored, dtype):
     x = ms.io.read(folder / "e.h5", "e", mesh, (ms.Shard(0), ms.Shard(1)), dtype=dtype)
     expected = torch.from_numpy(full.astype(full.dtype.newbyteorder("="))).to(dtype)
     assert torch.equal(x.full_tensor(), expected)
+
+
+def test_bools_are_0_or_1_in_memory(mesh, folder):
+    """Torch counts other bytes, which a file may hold, as they are."""
+    kept = torch.arange(30, dtype=torch.uint8).view(5, 6) % 4
+    full = kept.bool()
+    store(folder / "b.h5", b=(full.numpy(), {}))
+    on_root(lambda: write_raw(folder / "b.h5", "b", kept.numpy()))
+    for select in (None, (slice(1, None), slice(0, 6, 2))):
+        whole = full if select is None else full[1:, ::2]
+        x = ms.io.read(folder / "b.h5", "b", mesh, (ms.Shard(0), ms.Shard(1)), select=select)
+        assert int(x.sum()) == int(whole.sum())
+        assert torch.equal(x.full_tensor().view(torch.uint8), whole.view(torch.uint8))
+
+
+def test_odd_bools_of_a_checkpoint(mesh, folder):
+    """As `Tensor.view` makes them: their checksums are those of what is read."""
+    odd = (torch.arange(30, dtype=torch.uint8).view(5, 6) % 4).view(torch.bool)
+    x = ms.distribute_tensor(odd, mesh, (ms.Shard(0), ms.Shard(1)))
+    ms.io.save_checkpoint(folder / "c", 1, tensors={"x": x, "plain": odd}, mesh=mesh)
+    back = ms.io.load_checkpoint(folder / "c", mesh=mesh).tensors
+    for found in (back["x"].full_tensor(), back["plain"]):
+        assert torch.equal(found.view(torch.uint8), (odd.view(torch.uint8) > 0).byte())
+
+
+def write_raw(path, name, cells):
+    with h5py.File(path, "r+") as f:
+        node = f[name].id
+        node.write(h5py.h5s.ALL, h5py.h5s.ALL, cells.view(np.bool_), mtype=node.get_type())
 
 
 def test_compressed_and_scalar_datasets(mesh, folder):

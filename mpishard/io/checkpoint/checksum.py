@@ -54,6 +54,8 @@ def tile_sums(
     """
     out = torch.zeros(tile_count(layout.shape, local.dtype), dtype=torch.int64, device="cpu")
     flat = dense(local.detach()).view(-1)
+    if flat.dtype is torch.bool:
+        flat = flat.view(torch.uint8).clamp(max=1)  # as they are read
     words = _words(flat.dtype)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mpishard.errors import UnsupportedDtypeError
 
@@ -63,6 +64,16 @@ def numpy_dtype(dtype: torch.dtype, name: str) -> np.dtype[Any]:
         return np.dtype(NUMPY[dtype])
     except KeyError:
         raise unsupported(f"write: {name!r}", dtype) from None
+
+
+def settled(x: Tensor) -> Tensor:
+    """Return what was read, with bools that are 0 or 1 in memory: torch counts other bytes as they are.
+
+    Not collective; written in place.
+    """
+    if x.dtype is torch.bool:
+        x.view(torch.uint8).clamp_(max=1)
+    return x
 
 
 def unsupported(what: str, dtype: object) -> UnsupportedDtypeError:

@@ -14,7 +14,7 @@ from torch import Tensor
 from mpishard.comm.device.driver import host_tensor
 from mpishard.comm.memory.buffer import is_dense
 from mpishard.io.file.cf import Decoding
-from mpishard.io.file.dtype import NUMPY, SIGNED
+from mpishard.io.file.dtype import NUMPY, SIGNED, settled
 from mpishard.io.file.open import import_h5py
 from mpishard.io.file.selection import Axis
 from mpishard.layout import Run
@@ -112,6 +112,8 @@ class BlockReader:
         self.out, self.stored, self.decoding = out.detach(), stored, decoding
         plain = all(run.step == 1 or run.count <= 1 for runs in window for run in runs)
         is_array = self.out.device.type == "cpu" and self.out.dtype in NUMPY and is_dense(self.out)
+        # bools are looked at on their way
+        is_array = is_array and self.out.dtype is not torch.bool
         self.direct = plain and decoding is None and is_array and self.out.numpy().dtype == stored
         limit = DIRECT_NBYTES if self.direct else STAGED_NBYTES
         self.pieces = pieces_of(axes, window, max(1, limit // stored.itemsize))
@@ -146,7 +148,7 @@ class BlockReader:
 
     def _place(self, piece: Hyperslab, part: np.ndarray[Any, Any]) -> None:
         native = part.astype(self.stored.newbyteorder("="), copy=False)
-        cells = torch.from_numpy(native).view([r.count if r.step else 1 for r in piece.runs])
+        cells = settled(torch.from_numpy(native)).view([r.count if r.step else 1 for r in piece.runs])
         if self.decoding is not None:
             cells = self.decoding(cells, self.out.dtype)
         flipped = [d for d, r in enumerate(piece.runs) if r.step < 0]

@@ -54,6 +54,14 @@ def test_a_model_and_fields(mesh, folder):
         assert back["one"] == 3
 
 
+def test_bools_are_0_or_1_in_memory(mesh, folder):
+    odd = (torch.arange(35, dtype=torch.uint8).view(5, 7) % 4).view(torch.bool)
+    at = save(folder, {"x": odd})
+    like = sharded(torch.zeros(5, 7, dtype=torch.bool), mesh, (ms.Shard(0), ms.Shard(1)))
+    back = ms.io.import_dcp(at, {"x": like})["x"]
+    assert torch.equal(back.full_tensor().view(torch.uint8), (odd.view(torch.uint8) > 0).byte())
+
+
 @pytest.mark.ranks(2, 3)
 def test_pieces_of_several_processes(mesh, folder):
     """As DTensor saves them: a piece per rank, uneven."""
