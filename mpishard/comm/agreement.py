@@ -151,7 +151,7 @@ class Agreement:
             self.on(error, "hook")
             return
         # an error that ranks have agreed on leaves nothing under way
-        unsettled = inside and "_told_by_rank_0" not in error.__dict__
+        unsettled = inside and error is not None and not guard.is_common(error)
         self._tell_all(self._hooks, _HOOKS, error is not None, unsettled)
         told: list[MPI.Request] = []
         if inside and not isinstance(error, Abandoned):

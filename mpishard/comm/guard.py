@@ -240,6 +240,11 @@ def common(error: E, comm: MPI.Comm) -> E:
     return error
 
 
+def is_common(error: BaseException) -> bool:
+    """Tell whether all ranks of a communicator raise this error. Not collective."""
+    return "_told_by_rank_0" in error.__dict__
+
+
 def _desync(found: Sequence[disagreement.Kind]) -> DesyncError:
     odd = disagreement.unlike(found)
     odd = f" ({odd} differ{'s' * odd.startswith('rank ')})" if odd else ""

@@ -259,7 +259,7 @@ def _tensor(ds: Dataset, got: _Fetched, single: bool, mesh_dim: int | None = Non
 class Loader:
     """Samples of one or several datasets in order or shuffled, singly or in batches, read ahead in a thread.
 
-    Every iteration is collective over the mesh; the thread only reads files.
+    Collective over the mesh: to make, and every step of an iteration; the thread only reads files.
 
     Parameters
     ----------
@@ -314,7 +314,28 @@ class Loader:
         batch_dim: str | int | None = None,
     ) -> None:
         self.datasets = datasets
-        own = _all(datasets)
+        known = [ds for ds in _listed(datasets) if isinstance(ds, Dataset)]
+        error: Exception | None = None
+        try:
+            self._set(_all(datasets), batch_size, shuffle, seed, drop_last, prefetch, transform, batch_dim)
+        except Exception as e:
+            if not known:  # who the other ranks are
+                raise
+            error = e
+        known[0].mesh.agree(known[0]._comm, error, "io.Loader")
+
+    def _set(
+        self,
+        own: list[Dataset],
+        batch_size: int | None,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        prefetch: int,
+        transform: Callable[[Any], Any] | None,
+        batch_dim: str | int | None,
+    ) -> None:
+        """Keep what the items are made of, or raise where that does not fit. Not collective."""
         sizes = [prefetch] if batch_size is None else [prefetch, batch_size]
         counts = all(isinstance(n, Integral) and n >= 1 for n in sizes)
         if len({(len(ds), id(ds.mesh)) for ds in own}) != 1 or not counts:
@@ -450,11 +471,15 @@ class Loader:
         return item
 
 
-def _all(datasets: Any) -> list[Dataset]:
+def _listed(datasets: Any) -> list[Any]:
     if isinstance(datasets, Dataset):
         return [datasets]
     given = datasets.values() if isinstance(datasets, Mapping) else datasets
-    own = list(given) if isinstance(given, Iterable) else []
+    return list(given) if isinstance(given, Iterable) else []
+
+
+def _all(datasets: Any) -> list[Dataset]:
+    own = _listed(datasets)
     if own and all(isinstance(ds, Dataset) for ds in own):
         return own
     raise FileError(

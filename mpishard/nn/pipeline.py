@@ -28,6 +28,7 @@ from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOp
 from mpishard.layout import Layout
 from mpishard.nn.microbatch import Cut, cut_of, joined, parts_of, rows_of
 from mpishard.nn.module import distribute_module
+from mpishard.nn.user_call import UserCalls, left_halfway
 from mpishard.tensor.function import block_of
 from mpishard.tensor.gradient import autograd_backward
 from mpishard.tensor.operand import resolved
@@ -50,27 +51,6 @@ class _Form(NamedTuple):
 
 # of a stage, or None where it or one before it has failed
 _Inputs = tuple[Any, ...] | None
-
-
-class _Run:
-    """Calls what a user gave until that fails; then the step goes on without, as other stages wait for its messages."""
-
-    error: Exception | None = None
-
-    def __call__(self, call: Callable[..., Any], inputs: _Inputs) -> Any:
-        """Return what the call returns, None after a failure, be it that of a stage before."""
-        if self.error is None and inputs is not None:
-            try:
-                return call(*inputs)
-            except Exception as e:  # noqa: BLE001 (raised on all ranks at the end of the step)
-                self.error = e
-                guard.hold(self, e)  # of this rank alone it may be: then others of the stage wait, and for ever
-        return None
-
-    def end(self, comm: Any, signature: str = "") -> None:
-        """Raise on all ranks where one has failed. Collective."""
-        guard.release(self)
-        guard.agree(comm, self.error, signature)
 
 
 class Pipeline(nn.Module):
@@ -157,13 +137,14 @@ class Pipeline(nn.Module):
         self.mesh = mesh[others] if others else None
         self.stage_mesh = _alone(self._comm, mesh.device) if self.mesh is None else self.mesh
         self.is_first, self.is_last = self.index == 0, self.index == self.count - 1
-        run = _Run()
-        stage = run(lambda: self._made(stages[self.index], mesh.device), ())
-        run.end(self._comm, "Pipeline: a stage is made")
-        beside = self.mesh
-        if beside is not None:
-            stage = run(lambda: distribute_module(stage, beside, **options), ())
-            run.end(self._comm, "Pipeline: a stage is distributed")
+        self._alone = self.stage_mesh.size == 1
+        with UserCalls(self._group, alone=self._alone) as run:
+            stage = run(lambda: self._made(stages[self.index], mesh.device), ())
+            run.end(self._comm, "Pipeline: a stage is made")
+            beside = self.mesh
+            if beside is not None:
+                stage = run(lambda: distribute_module(stage, beside, **options), ())
+                run.end(self._comm, "Pipeline: a stage is distributed")
         self.stage = stage
         self._device = mesh.device
 
@@ -183,16 +164,15 @@ class Pipeline(nn.Module):
         """
         parts, cut = self._cut("forward", x)
         out: list[Any] = []
-        run = _Run()
-        with torch.no_grad():
+        with torch.no_grad(), UserCalls(self._group, alone=self._alone) as run:
             for part in parts:
                 inputs = self._taken(part)
                 if self.is_last:
                     out.append(run(self.stage, inputs))
                 else:
                     self._send_forward(run(lambda *given: _outputs(self.stage(*given)), inputs))
-        whole = run(joined, (out, cut)) if self.is_last else None
-        run.end(self._comm)
+            whole = run(joined, (out, cut)) if self.is_last else None
+            run.end(self._comm)
         return whole
 
     def step(self, x: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor], *, reduction: str = "mean") -> Tensor:
@@ -239,6 +219,10 @@ class Pipeline(nn.Module):
         The result is that of one process on the whole batch, but where a stage mixes samples (batch norm in training):
         then it is that of one process which accumulates over the same micro-batches.
         """
+        with UserCalls(self._group, alone=self._alone) as run:
+            return self._stepped(run, x, target, loss_fn, reduction)
+
+    def _stepped(self, run: UserCalls, x: Any, target: Any, loss_fn: Callable[..., Tensor], reduction: str) -> Tensor:
         batch = x
         if self.is_first and isinstance(x, Tensor) and x.requires_grad and not x.is_leaf:
             x = x.detach().requires_grad_()  # what made it is differentiated once, not by each part
@@ -246,7 +230,6 @@ class Pipeline(nn.Module):
         count = len(parts)
         ahead = min(self.count - 1 - self.index, count)
         flying: deque[tuple[_Inputs, _Inputs]] = deque()
-        run = _Run()
         targets: Any = run(parts_of, (target, cut)) if self.is_last else None
         # the loss, and which dtype it has
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
@@ -364,7 +347,7 @@ class Pipeline(nn.Module):
 
     def _cut(self, what: str, x: Any, target: Any = None, reduction: str = "mean") -> tuple[list[Any], Cut]:
         """Return the parts of the batch, and how it was cut; agreed on all ranks."""
-        error: MpishardError | None = None
+        error: MpishardError | None = left_halfway(f"Pipeline.{what}", self._group)
         given = {"x": x} if self.is_first else {}
         if self.is_last and what == "step":
             given["target"] = target

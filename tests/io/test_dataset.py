@@ -241,6 +241,24 @@ def test_an_iteration_that_ends_on_one_rank_before_the_others(stream, odd):
         same_on_all(e)
 
 
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize(
+    "odd",
+    [{"batch_size": 0}, {"prefetch": None}, {"seed": 1.5}, {"transform": 3}, {"batch_dim": "z"}, {"datasets": None}],
+    ids=lambda odd: next(iter(odd)),
+)
+def test_options_that_are_wrong_on_one_rank(stream, odd):
+    """The others went on, to wait for this rank's samples."""
+    ds, full = stream
+    given = {"datasets": (ds,), "batch_size": 2}
+    if WORLD.rank == WORLD.size - 1:
+        given |= {"datasets": (ds, None)} if "datasets" in odd else odd
+    with pytest.raises(ms.MpishardError) as e:
+        ms.io.Loader(**given)
+    same_on_all(e)
+    assert torch.equal(next(iter(ms.io.Loader(ds, batch_size=2))).full_tensor(), full[:2])
+
+
 def test_options_of_another_kind(stream):
     ds, _ = stream
     assert ms.io.Loader(ds, batch_size=2, drop_last=None, shuffle=None).state_dict()["drop_last"] == 0

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpishard as ms
+from mpishard.comm import guard
 from mpishard.errors import FileError
 from tests.compare import WORLD
 from tests.models.twin import close, data, seeded
@@ -315,6 +316,59 @@ def test_what_a_stage_raises_all_raise(mesh, where, late):
     torch.testing.assert_close(pipe.step(x, y, loss_fn), expected.detach())
     for p, q in zip(pipe.stage.parameters(), reference[pipe.index].parameters(), strict=True):
         close(p.grad, q.grad, "gradient")
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt("now"), SystemExit("now")], ids=["KeyboardInterrupt", "SystemExit"]
+)
+@pytest.mark.parametrize("late", [0, 2])
+def test_what_ends_programs_in_a_stage_of_one_rank_is_told_to_all(error, late):
+    """The others waited for the watchdog where the program caught it; and the next step is as if nothing had been."""
+    mesh = ms.init_mesh((-1,), ("stage",))
+    pipe = ms.Pipeline([nn.Identity() for _ in range(mesh.size)], mesh, "stage", microbatches=3)
+    x, left = data(6, 3).requires_grad_(), [late if mesh.rank == mesh.size - 1 else None]
+
+    def interrupted(*_):
+        if left[0] is not None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise error
+
+    handle = pipe.stage.register_forward_pre_hook(interrupted)
+    with pytest.raises(type(error) if mesh.rank == mesh.size - 1 else ms.MpishardError, match="now") as raised:
+        pipe.step(x, torch.zeros(6, 3), F.mse_loss)
+    assert mesh.rank == mesh.size - 1 or f"{type(error).__name__}: now" in str(raised.value)
+    assert not guard._untold
+    handle.remove()
+    torch.testing.assert_close(pipe.step(x, torch.zeros(6, 3), F.mse_loss), x.detach().square().mean())
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_step_that_was_left_halfway_ends_the_pipeline(monkeypatch):
+    """Ctrl-C that all ranks catch: the messages that were sent met the next step's, of other samples."""
+    mesh = ms.init_mesh((-1,), ("stage",))
+    pipe = ms.Pipeline([nn.Identity() for _ in range(mesh.size)], mesh, "stage", microbatches=3)
+    x, y = data(6, 3), torch.zeros(6, 3)
+    taken, calls = pipe._taken, [0]
+
+    def interrupted(*given, **options):
+        calls[0] += 1
+        if calls[0] == 1 + pipe.is_first:
+            raise KeyboardInterrupt
+        return taken(*given, **options)
+
+    # the first stage has sent what the second never takes
+    with monkeypatch.context() as patch:
+        patch.setattr(pipe, "_taken", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pipe.step(x, y, F.mse_loss)
+    for again in (pipe, ms.Pipeline([nn.Identity() for _ in range(mesh.size)], mesh, "stage")):
+        with pytest.raises(ms.UnsupportedOperationError, match="an earlier step was interrupted"):
+            again.step(x, y, F.mse_loss)
+    other = ms.init_mesh((-1,), ("stage",))
+    pipe = ms.Pipeline([nn.Identity() for _ in range(mesh.size)], other, "stage", microbatches=3)
+    torch.testing.assert_close(pipe.step(x, y, F.mse_loss), x.square().mean())
 
 
 class Gives(nn.Module):
