@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import mpishard as ms
 from mpishard.autograd import redistribute as autograd
 from mpishard.autograd.linear import apply
 from mpishard.comm import guard
+from mpishard.comm.collective import transfer
+from mpishard.comm.transport import host
 from mpishard.layout import layout_of
 from mpishard.testing import dot_test
 from tests.compare import WORLD, mesh_of, mesh_shapes
@@ -203,3 +206,21 @@ def test_replicas_of_more_dims_than_torch_sums_over_are_compared(ndim, dtype, mo
     monkeypatch.setattr(guard, "DEBUG", True)
     x = ms.distribute_tensor(torch.ones((1,) * ndim, dtype=dtype), ms.init_mesh((-1,)), [ms.Replicate()])
     assert x.shape == (1,) * ndim
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize(("module", "name"), [(host, "dense"), (transfer, "_move")], ids=["copies", "own"])
+def test_memory_that_ends_inside_leaves_nothing_under_way(monkeypatch, module, name):
+    """What was to be received stayed behind in memory that was freed, and took the next call's messages."""
+    mesh = ms.init_mesh((-1,), ("x",))
+    full = torch.arange(7.0 * 9).view(7, 9)
+    x = ms.distribute_tensor(full, mesh, (ms.Shard(0),))
+    for turned in (False, True):
+        given = x.t().contiguous().t() if turned else x
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, mock.Mock(side_effect=MemoryError("no more")))
+            with pytest.raises(MemoryError, match="no more"):
+                given.redistribute(placements=(ms.Shard(1),))
+        for factor in (2, 3):
+            y = (given * factor).redistribute(placements=(ms.Shard(1),))
+            assert torch.equal(y.full_tensor(), factor * full)

@@ -99,17 +99,19 @@ class Banded:
             counter.record(_OP, len(sends), sum(message.nbytes - _ENDS.size for _, message in sends))
         transport = transport_of(self._mesh.group(self._every), x)
         assert not isinstance(transport, Device), "a rank on a device does not know its band"
-        posted = transport.post(sends, recvs, self._text, self._tag, at_most=True, bulk=True)
         out = transfer.empty(x, self._shape, self._inner)
         into, filled = out.permute(self._order), []
-        if self._plan.local is not None:
-            source, target = self._plan.local
-            (a, b), at, count = source[cut], target[whole][0] + lo, x.shape[whole]
-            cells = turned.narrow(self._across, a, b - a)
-            # as in `run_transfer`: turned round where the cells of a row are not far apart
-            into.narrow(self._along, at, count).copy_(cells.contiguous() if self._sent else cells)
-            filled.append((at, at + count))
-        posted.wait()
+        posted = transport.post(sends, recvs, self._text, self._tag, at_most=True, bulk=True)
+        try:
+            if self._plan.local is not None:
+                source, target = self._plan.local
+                (a, b), at, count = source[cut], target[whole][0] + lo, x.shape[whole]
+                cells = turned.narrow(self._across, a, b - a)
+                # as in `run_transfer`: turned round where the cells of a row are not far apart
+                into.narrow(self._along, at, count).copy_(cells.contiguous() if self._sent else cells)
+                filled.append((at, at + count))
+        finally:
+            posted.wait()
         self._unpack(recvs, posted.lengths(), into, filled)
         _fill_rest(out, whole, filled)
         return out

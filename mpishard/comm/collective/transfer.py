@@ -94,8 +94,10 @@ def run_transfer(
     if counter.active:
         counter.record(op, len(sends), sum(block.nbytes for _, block in sends))
     posted = transport_of(mesh.all_ranks, x).post(sends, recvs, text_of(op, call), tag, bulk=True)
-    _move(out, x, plan.local, put, sent)
-    posted.wait()
+    try:
+        _move(out, x, plan.local, put, sent)
+    finally:  # what is under way ends in memory that is this call's
+        posted.wait()
     # in the order of the plan: sums are the same in every run
     for (_, block), (_, came) in zip(into, recvs):
         if came is not block:

@@ -278,14 +278,14 @@ class Host:
         """
         comm, any_tag = self.comm, MPI.ANY_TAG if in_order else tag
         thread.require(comm)
-        coming, going, kept = [], [], []
+        # copies first: where there is no memory for one, no message may wait here that would be the next call's
+        kept = [(r, dense(x)) for r, x in sends]
+        coming, going = [], []
         for r, x in recvs:
             for a, n in pieces(x.nbytes):
                 if n:
                     coming.append((r, comm.Irecv(address(x.data_ptr() + a, n), r, any_tag), tag, n))
-        for r, given in sends:
-            x = dense(given)
-            kept.append(x)
+        for r, x in kept:
             for a, n in pieces(x.nbytes):
                 if n:
                     going.append((r, comm.Isend(address(x.data_ptr() + a, n), r, tag)))
