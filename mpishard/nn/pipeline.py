@@ -165,6 +165,7 @@ class Pipeline(nn.Module):
         parts, cut = self._cut("forward", x)
         out: list[Any] = []
         with torch.no_grad(), UserCalls(self._group, alone=self._alone) as run:
+            run.travels = self.count > 1
             for part in parts:
                 inputs = self._taken(part)
                 if self.is_last:
@@ -227,6 +228,7 @@ class Pipeline(nn.Module):
         if self.is_first and isinstance(x, Tensor) and x.requires_grad and not x.is_leaf:
             x = x.detach().requires_grad_()  # what made it is differentiated once, not by each part
         parts, cut = self._cut("step", x, target, reduction)
+        run.travels = self.count > 1
         count = len(parts)
         ahead = min(self.count - 1 - self.index, count)
         flying: deque[tuple[_Inputs, _Inputs]] = deque()

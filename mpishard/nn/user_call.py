@@ -15,7 +15,7 @@ _LEFT = "Pipeline: left halfway"
 class UserCalls:
     """Calls what a user gave until that fails; then the step goes on without, as other stages wait for its messages.
 
-    Who leaves the body without `end` leaves messages behind, which a later step would take for its own.
+    Who leaves the body before `end`, while messages travel, leaves some that a later step would take for its own.
 
     Parameters
     ----------
@@ -24,13 +24,18 @@ class UserCalls:
     alone
         Whether nobody waits for this rank inside what the user gave. Then what ends programs (SystemExit,
         KeyboardInterrupt) is told to the others, too, and raised as it is where it rose.
+
+    Attributes
+    ----------
+    travels : bool
+        Whether messages of the stages may be under way.
     """
 
     def __init__(self, group: Group, *, alone: bool) -> None:
         self.error: BaseException | None = None
+        self.travels = False
         self._group = group
         self._kinds: type[BaseException] = BaseException if alone else Exception
-        self._ended = False
 
     def __call__(self, call: Callable[..., Any], inputs: tuple[Any, ...] | None) -> Any:
         """Return what the call returns, None after a failure, be it that of a stage before."""
@@ -45,7 +50,7 @@ class UserCalls:
     def end(self, comm: Any, signature: str = "") -> None:
         """Raise on all ranks where one has failed. Collective."""
         guard.release(self)
-        self._ended = True
+        self.travels = False
         try:
             guard.agree(comm, self.error, signature)
         except MpishardError:
@@ -58,7 +63,7 @@ class UserCalls:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         guard.release(self)
-        if error is not None and not self._ended and not guard.is_common(error) and self._group.size > 1:
+        if error is not None and self.travels and not guard.is_common(error):
             self._group.links[_LEFT] = f"{type(error).__name__} inside an earlier one"
 
 

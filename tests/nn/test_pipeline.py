@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -358,6 +359,11 @@ def test_a_step_that_was_left_halfway_ends_the_pipeline(monkeypatch):
             raise KeyboardInterrupt
         return taken(*given, **options)
 
+    with monkeypatch.context() as patch:
+        patch.setattr(pipe, "_cut", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pipe.step(x, y, F.mse_loss)  # nothing was sent yet
+    torch.testing.assert_close(pipe.step(x, y, F.mse_loss), x.square().mean())
     # the first stage has sent what the second never takes
     with monkeypatch.context() as patch:
         patch.setattr(pipe, "_taken", interrupted)
