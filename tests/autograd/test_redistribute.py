@@ -209,7 +209,7 @@ def test_replicas_of_more_dims_than_torch_sums_over_are_compared(ndim, dtype, mo
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize(("module", "name"), [(host, "dense"), (transfer, "_move")], ids=["copies", "own"])
+@pytest.mark.parametrize(("module", "name"), [(host, "room_for"), (transfer, "_move")], ids=["copies", "own"])
 def test_memory_that_ends_inside_leaves_nothing_under_way(monkeypatch, module, name):
     """What was to be received stayed behind in memory that was freed, and took the next call's messages."""
     mesh = ms.init_mesh((-1,), ("x",))

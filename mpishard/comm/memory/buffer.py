@@ -57,6 +57,12 @@ def dense(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def room_for(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` if it is as `dense` returns it, else memory for a copy that is. Not collective."""
+    is_there = is_dense(x) and not x._is_zerotensor()  # type: ignore[attr-defined]
+    return x if is_there else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
 def is_dense(x: torch.Tensor) -> bool:
     """Whether ``x`` is one block of memory that holds its values as they are. Not collective."""
     return x.is_contiguous() and not (x.is_conj() or x.is_neg())

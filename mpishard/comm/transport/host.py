@@ -13,7 +13,7 @@ from torch import Tensor
 from mpishard.comm import counter, guard, thread
 from mpishard.comm.lookout import looked_out
 from mpishard.comm.memory import buffer
-from mpishard.comm.memory.buffer import address, as_bytes, dense, pieces, spans
+from mpishard.comm.memory.buffer import address, as_bytes, pieces, room_for, spans
 from mpishard.comm.memory.reduction_type import Rule
 from mpishard.comm.mesh import Group
 from mpishard.comm.tag import Flight, Label, crossed, hashed, said, wait_all
@@ -278,14 +278,16 @@ class Host:
         """
         comm, any_tag = self.comm, MPI.ANY_TAG if in_order else tag
         thread.require(comm)
-        # copies first: where there is no memory for one, no message may wait here that would be the next call's
-        kept = [(r, dense(x)) for r, x in sends]
+        # room for copies first: where there is none, no message may wait here that would be the next call's
+        kept = [(r, room_for(x)) for r, x in sends]
         coming, going = [], []
         for r, x in recvs:
             for a, n in pieces(x.nbytes):
                 if n:
                     coming.append((r, comm.Irecv(address(x.data_ptr() + a, n), r, any_tag), tag, n))
-        for r, x in kept:
+        for (r, x), (_, given) in zip(kept, sends):
+            if x is not given:
+                x.copy_(given)
             for a, n in pieces(x.nbytes):
                 if n:
                     going.append((r, comm.Isend(address(x.data_ptr() + a, n), r, tag)))
