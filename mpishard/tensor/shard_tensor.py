@@ -16,7 +16,7 @@ from mpishard.autograd.redistribute import keep_step, redistribute
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Replicate, as_placements, layout_of, without_partial
-from mpishard.tensor.by_data import data_of, note_set
+from mpishard.tensor.by_data import data_of, gradient_block, note_set
 from mpishard.tensor.out import call_into
 from mpishard.tensor.refusal import STUMBLES, explained, with_ints
 from mpishard.tensor.registry import BLOCKWISE, RULES, by_torch_names, in_rule, no_rule, outline, rule_below
@@ -164,21 +164,17 @@ class ShardTensor(Tensor):
 
     @property  # type: ignore[override]
     def grad(self) -> ShardTensor | None:  # type: ignore[override]
-        """Gradient, in the layout of the tensor (Replicate where that is Partial)."""
+        """Gradient, in the layout of the tensor (Replicate where that is Partial).
+
+        What is assigned is brought there: collective where it lies differently. A plain tensor counts as whole.
+        """
         block, layout = root_of(self)
         return None if block.grad is None else global_cotangent(block.grad, layout, self.mesh)
 
     @grad.setter
-    def grad(self, value: ShardTensor | None) -> None:
+    def grad(self, value: Tensor | None) -> None:
         layout = without_partial(self.sharding)
-        if value is not None and (not isinstance(value, ShardTensor) or value.sharding != layout):
-            raise UnsupportedOperationError(
-                "ShardTensor.grad: assignment of a gradient that is laid out differently",
-                expected=f"None or a ShardTensor with {layout}",
-                got=repr(value.sharding) if isinstance(value, ShardTensor) else type(value).__name__,
-                fix="redistribute it first",
-            )
-        root_of(self)[0].grad = None if value is None else value.block
+        root_of(self)[0].grad = None if value is None else gradient_block(value, layout, self)
 
     @property  # type: ignore[override]
     def data(self) -> ShardTensor:  # type: ignore[override]
