@@ -82,7 +82,7 @@ def native_layer_norm(input: Any, normalized_shape: Any, weight: Any, bias: Any,
     """As ``layer_norm``, with mean and 1/std. Collective where one of the last dims is sharded."""
     x = on_mesh(input, mesh_of((input, weight, bias)))
     y = layer_norm(x, normalized_shape, weight, bias, eps)
-    return y, *_moments(x.detach(), range(x.ndim - len(tuple(normalized_shape)), x.ndim), eps, True)
+    return y, *_moments(x.detach(), tuple(range(x.ndim - len(tuple(normalized_shape)), x.ndim)), eps, True)
 
 
 @implements(*spellings("native_group_norm"), sharded="reduction")
@@ -94,7 +94,7 @@ def native_group_norm(
     rows: Any = x if tuple(x.shape[:2]) == (N, C) else x.reshape(N, C, HxW)
     y: Any = group_norm(rows, group, weight, bias, eps)
     grouped = rows.unflatten(1, (group, C // group))
-    mean, rstd = _moments(grouped, range(2, grouped.ndim), eps, False)
+    mean, rstd = _moments(grouped, tuple(range(2, grouped.ndim)), eps, False)
     if not x.requires_grad:
         # torch gives these a gradient where any operand has one: that of weight and bias is zero
         for param in (weight, bias):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,18 +57,22 @@ def with_ints(
     """Return arguments with an int for each integer of numpy or tensor without dims; None if there are none of these.
 
     Not collective. Torch takes them for ints; a rule may have stumbled over one. Not so with an IndexError: as indices
-    they do.
+    they do. A vector of one cell counts too where torch itself has asked for its number.
     """
-    if isinstance(error, (MpishardError, IndexError)) or not any(map(_is_int, tree_leaves((args, kwargs)))):
+    if isinstance(error, (MpishardError, IndexError)):
         return None
-    if isinstance(error, RuntimeError) and _NO_NUMBER not in str(error):
+    asked = isinstance(error, RuntimeError)
+    if asked and _NO_NUMBER not in str(error):
         return None
-    return tree_map(lambda x: int(x) if _is_int(x) else x, (tuple(args), dict(kwargs)))  # type: ignore[no-any-return]
+    is_int = partial(_is_int, most=int(asked))
+    if not any(map(is_int, tree_leaves((args, kwargs)))):
+        return None
+    return tree_map(lambda x: int(x) if is_int(x) else x, (tuple(args), dict(kwargs)))  # type: ignore[no-any-return]
 
 
-def _is_int(x: Any) -> bool:
+def _is_int(x: Any, most: int) -> bool:
     if type(x) is Tensor:
-        return x.ndim == 0 and x.dtype in _INTEGERS and not x.is_meta
+        return x.ndim <= most and x.numel() == 1 and x.dtype in _INTEGERS and not x.is_meta
     return isinstance(x, np.integer)
 
 

@@ -23,10 +23,13 @@ from mpishard.ops.rule.dim import (
     CACHED,
     AsIndex,
     beside,
+    int_list,
+    integer,
     normal_dim,
     prepare_write,
     require_writable,
     settled,
+    strict_int,
     unsharded,
     viewed,
     whole_along,
@@ -268,7 +271,7 @@ def narrow(input: Any, dim: int, start: Any, length: int) -> Any:
         start = int(start)
     if not isinstance(input, ShardTensor):
         return torch.narrow(input, dim, start, length)
-    start, length = operator.index(start), operator.index(length)
+    start, length = integer(start), integer(length)
     d, n = _dim_and_extent(input, dim, "narrow")
     start = start + n if start < 0 else start
     if length < 0 or not 0 <= start <= n or start + length > n:
@@ -279,7 +282,7 @@ def narrow(input: Any, dim: int, start: Any, length: int) -> Any:
 @implements(torch.select, torch.Tensor.select, sharded="moves")
 def select(input: ShardTensor, dim: int, index: int) -> ShardTensor:
     """Return one cell of a dim. Not collective, unless the dim is sharded: then its owner broadcasts."""
-    return indexed(input, (*(_ALL,) * normal_dim(dim, input.ndim), int(index)))
+    return indexed(input, (*(_ALL,) * normal_dim(dim, input.ndim), integer(index)))
 
 
 @implements(torch.unbind, torch.Tensor.unbind, sharded="gathers")
@@ -310,11 +313,11 @@ def split(tensor: ShardTensor, split_size_or_sections: Any = None, dim: int = 0,
     """Cut a dim into parts, whose cells stay where they are. Not collective."""
     given = split_size_or_sections if split_size is None else split_size
     d, n = _dim_and_extent(tensor, dim, "split")
-    sizes = _equal_parts(n, given) if isinstance(given, int) else [int(s) for s in given]
+    sizes = int_list(given) if isinstance(given, (tuple, list)) else _equal_parts(n, integer(given))
     if sum(sizes) != n or min(sizes, default=0) < 0:
         raise RuntimeError(
             f"split_with_sizes expects split_sizes to sum exactly to {n} (input tensor's size at dimension {d}), "
-            f"but got split_sizes={sizes}"
+            f"but got split_sizes={list(sizes)}"
         )
     return _parts(settled(tensor), d, sizes)
 
@@ -322,7 +325,7 @@ def split(tensor: ShardTensor, split_size_or_sections: Any = None, dim: int = 0,
 @implements(torch.chunk, torch.Tensor.chunk, torch.unsafe_chunk, torch.Tensor.unsafe_chunk, sharded="local")
 def chunk(input: ShardTensor, chunks: int, dim: int = 0) -> Any:
     """Cut a dim into so many parts. Not collective."""
-    chunks = operator.index(chunks)  # a tensor of one byte would go around
+    chunks = strict_int(chunks)  # a tensor of one byte would go around
     if chunks <= 0:
         raise RuntimeError(f"chunk expects `chunks` to be greater than 0, got: {chunks}")
     d, n = _dim_and_extent(input, dim, "chunk")

@@ -16,7 +16,7 @@ from mpishard.layout import Labels
 from mpishard.ops.linear.einsum_kernel import summed_products
 from mpishard.ops.rule.autocast import autocast_enabled, no_autocast
 from mpishard.ops.rule.contraction import Label, multiply
-from mpishard.ops.rule.dim import into_plain, normal_dim, whole_along
+from mpishard.ops.rule.dim import into_plain, normal_dim, put_into, whole_along
 from mpishard.tensor.forgotten import forgotten
 from mpishard.tensor.operand import broadcast_of, fitted, resolved
 from mpishard.tensor.out import call_into
@@ -81,6 +81,8 @@ def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> ShardTe
         return F.bilinear(input1, input2, weight) + bias  # type: ignore[no-any-return]
     batch = tuple(range(input1.ndim - 1))
     labels: tuple[Labels, ...] = ((*batch, "I"), (*batch, "K"), ("J", "I", "K"))
+    if bias is not None and bias.dtype != weight.dtype:  # torch casts, or refuses
+        F.bilinear(*map(_tiny, (input1, input2, weight, bias), (2, 2, 3, 1)))
     y = multiply("bilinear", _bilinear, (input1, input2, weight), labels, (*batch, "J"))
     return y if bias is None else y + bias
 
@@ -157,8 +159,12 @@ def _added_rule(name: str, labels: tuple[Labels, ...], result: Labels, product: 
         y = resolved(multiply(name, product, (a, b), labels, result)) if sharded else product(a, b)
         dtype = y.dtype
         whole_numbers = not (dtype.is_floating_point or dtype.is_complex)
-        if input.dtype != dtype or whole_numbers or autocast_enabled(y.device.type):  # torch casts, or refuses
+        truths = isinstance(alpha, bool) or isinstance(beta, bool)
+        if (
+            input.dtype != dtype or whole_numbers or truths or autocast_enabled(y.device.type)
+        ):  # torch casts, or refuses
             dtype = whole(*map(_tiny, (input, a, b), (len(result), *map(len, labels))), beta=beta, alpha=alpha).dtype
+            whole_numbers = not (dtype.is_floating_point or dtype.is_complex)
             y = y.to(dtype)
         if tuple(input.shape) != tuple(y.shape):
             torch.zeros((), device="cpu").expand(input.shape).expand(y.shape)
@@ -180,7 +186,7 @@ def _in_place_rule(rule: Any) -> Any:
     def in_place(self: ShardTensor, *args: Any, **kwargs: Any) -> Any:
         # torch's autocast leaves writing operations as they are
         with no_autocast(self.device.type):
-            return self.copy_(rule(self, *args, **kwargs))
+            return put_into(self, rule(self, *args, **kwargs))
 
     return in_place
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from mpishard.autograd.linear import differentiated
 from mpishard.layout import layout_of
 from mpishard.ops.rule.autocast import autocast_enabled
-from mpishard.ops.rule.dim import gathered, ints, kept, normal_dim, require_dtype
+from mpishard.ops.rule.dim import gathered, ints, kept, normal_dim, put_into, require_dtype
 from mpishard.ops.rule.empty_block import scanned
 from mpishard.ops.rule.whole import whole
 from mpishard.tensor.operand import resolved
@@ -217,7 +217,7 @@ def renorm(input: ShardTensor, p: Any, dim: int, maxnorm: Any) -> Any:
 
 
 implements(torch.Tensor.renorm_, sharded="reduction")(
-    lambda self, p, dim, maxnorm: self.copy_(renorm(kept(self), p, dim, maxnorm))
+    lambda self, p, dim, maxnorm: put_into(self, renorm(kept(self), p, dim, maxnorm))
 )
 
 
@@ -241,9 +241,14 @@ def vecdot(x: Any, y: Any, *, dim: int = -1) -> Any:
     return (x.conj() * y).sum(dim)
 
 
-implements(torch.dist, torch.Tensor.dist, sharded="reduction")(
-    lambda input, other, p=2: torch.linalg.vector_norm(input - other, float(p))
-)
+@implements(torch.dist, torch.Tensor.dist, sharded="reduction")
+def dist(input: Any, other: Any, p: Any = 2) -> Any:
+    """Norm of a difference. Collective where it is sharded."""
+    if not isinstance(other, Tensor):
+        raise TypeError(f"dist(): argument 'other' must be Tensor, not {type(other).__name__}")
+    return torch.linalg.vector_norm(input - other, float(p))
+
+
 implements(*spellings("pdist"), sharded="gathers")(
     lambda input, p=2: whole(lambda t: F.pdist(t, p), (input,), checked=True)
 )

@@ -22,7 +22,7 @@ from mpishard.layout import Each, Layout, Replicate, Shard, bounds, layout_of, r
 from mpishard.ops.norm.channels_last import FORMATS
 from mpishard.ops.norm.node import Rows, normalised
 from mpishard.ops.rule.autocast import autocast_enabled
-from mpishard.ops.rule.dim import on_domain, plain, whole_along
+from mpishard.ops.rule.dim import int_list, on_domain, plain, whole_along
 from mpishard.ops.rule.empty_block import filled, unfilled
 from mpishard.ops.rule.reduction import HALVES, reduced
 from mpishard.tensor.function import block_of
@@ -341,7 +341,7 @@ def _over_samples(value: Tensor, x: ShardTensor, rows: Rows) -> Tensor:
 
 def _last_dims(x: ShardTensor, normalized_shape: Any, **numbers: Any) -> tuple[int, ...]:
     """Return the dims to normalise; refuse numbers of another shape, which would broadcast."""
-    shape = tuple(normalized_shape)
+    shape = normalized_shape if type(normalized_shape) is tuple else int_list(normalized_shape)
     if not shape or tuple(x.shape[x.ndim - len(shape) :]) != shape:
         raise RuntimeError(
             f"Given normalized_shape={list(shape)}, expected input with shape {['*', *shape]}, "

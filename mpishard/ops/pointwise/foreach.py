@@ -12,7 +12,7 @@ from torch import Tensor
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError
-from mpishard.ops.rule.dim import kept
+from mpishard.ops.rule.dim import kept, put_into
 from mpishard.ops.rule.reduction import HALVES, combined, reduced
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
@@ -104,7 +104,7 @@ def _method(name: str) -> Callable[..., Any] | None:
     method = getattr(torch.Tensor, name, None)
     other = getattr(torch.Tensor, name[:-1], None) if name[-1] == "_" else None
     if method is None and other is not None:
-        return lambda t, *args, **kwargs: t.copy_(other(kept(t), *args, **kwargs))
+        return lambda t, *args, **kwargs: put_into(t, other(kept(t), *args, **kwargs))
     return method
 
 

@@ -16,6 +16,7 @@ from mpishard.layout import Layout, Replicate, Shard, layout_of, scaled, without
 from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import (
     beside,
+    int_list,
     ints,
     other_device,
     plain,
@@ -136,7 +137,7 @@ def _rule(func: Any) -> Callable[..., ShardTensor]:
 
 def _in_place_rule(func: Any) -> Callable[..., Any]:
     def rule(*args: Any, **kwargs: Any) -> Any:
-        x = args[0]
+        x = args[0] if args else kwargs.pop("input", None)
         # the usual case first: all of an optimizer's step
         if (
             type(x) is ShardTensor
@@ -396,7 +397,7 @@ def _new_rule(name: str) -> Callable[..., Any]:
         value: tuple[Any, ...] = (kwargs.pop("fill_value"),) if "fill_value" in kwargs else ()
         if name == "new_full" and not value and len(given) + (size is not None) > 1:
             given, value = given[:-1], given[-1:]
-        shape = ints(given if size is None else tuple(size))
+        shape = ints(given) if size is None else int_list(size)
         layout = _layout_like(self.sharding, shape)
         return _made(self, getattr(self.block, name)(layout.local_shape(self.mesh.coords), *value, **kwargs), layout)
 

@@ -60,9 +60,13 @@ def _scan_in_place(name: str) -> Callable[..., Any]:
     def own(x: Tensor) -> Tensor:
         return getattr(torch.Tensor, f"{name}_")(x.detach(), 0)  # type: ignore[no-any-return]
 
-    def rule(self: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+    def rule(self: ShardTensor, dim: int, *, dtype: Any = None) -> Any:
+        if dtype not in (None, self.dtype):
+            raise RuntimeError(
+                f"Bad in-place call: input tensor dtype {self.dtype} and output tensor dtype {dtype} should match"
+            )
         require_dtype(self, own)  # of truths torch has none
-        return self.copy_(getattr(kept(self), name)(*args, **kwargs))
+        return self.copy_(getattr(kept(self), name)(dim))
 
     return rule
 

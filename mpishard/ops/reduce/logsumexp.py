@@ -19,9 +19,9 @@ from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
 @implements(torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp, sharded="reduction")
-def logsumexp(input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+def logsumexp(input: ShardTensor, dim: Any, keepdim: bool = False) -> ShardTensor:
     """Logarithm of the sum of exponentials, without overflow. Collective where a reduced dim is sharded."""
-    dim, keepdim = dim_and_keepdim(args, kwargs, torch.logsumexp)
+    dim, keepdim = dim_and_keepdim((dim, keepdim), {}, torch.logsumexp, named=True)
     if not keepdim and input.ndim and isinstance(dim, Sequence) and not dim:
         raise RuntimeError("logsumexp: dim=() needs keepdim=True; name the dims")  # as torch does
     return log_of_sum(resolved(input), dim, keepdim)

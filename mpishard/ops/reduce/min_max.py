@@ -165,7 +165,7 @@ def _max_rule(func: Callable[..., Any], binary: Callable[..., Any], largest: boo
         if other is not None or (args and isinstance(args[0], Tensor)):
             return binary(input, other if other is not None else args[0], *args[1:], **kwargs)
         x = _operand(input, func)
-        dim, keepdim = dim_and_keepdim(args, kwargs, func)
+        dim, keepdim = dim_and_keepdim(args, kwargs, func, named=True)
         if dim is None:
             plan = reduced(x.sharding, None)
             if not plan.over:

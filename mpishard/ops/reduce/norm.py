@@ -165,7 +165,7 @@ def nuclear_norm(input: Any, dim: Any = (-2, -1), keepdim: bool = False) -> Shar
 def norm(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> ShardTensor:
     """Vector norm, the old spelling. Collective where a reduced dim is sharded."""
     if p == "nuc":
-        return matrix_norm(input, "nuc", range(input.ndim) if dim is None else dim, keepdim, dtype=dtype)
+        return matrix_norm(input, "nuc", tuple(range(input.ndim)) if dim is None else dim, keepdim, dtype=dtype)
     return _norm(input, 2 if p in ("fro", None) else p, dim, keepdim, dtype)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.linear import differentiated
+from mpishard.ops.rule.dim import strict_int
 from mpishard.ops.rule.reduction import HALVES, combined, dim_and_keepdim, reduced
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
@@ -31,7 +32,8 @@ def _product_of_parts(parts: Tensor) -> Tensor:
 @implements(torch.prod, torch.Tensor.prod, sharded="reduction")
 def prod(input: ShardTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> ShardTensor:
     """Multiply over one dim, or all. Collective where a reduced dim is sharded."""
-    dim, keepdim = dim_and_keepdim(args, kwargs, torch.prod)
+    dim, keepdim = dim_and_keepdim(args, kwargs, torch.prod, named=True)
+    dim = dim if dim is None else strict_int(dim)
     x = resolved(input)
     plan, local = reduced(x.sharding, dim, keepdim), x.block
     if not plan.over:

@@ -70,10 +70,8 @@ def soft(x: ShardTensor, dim: int, log: bool) -> ShardTensor:
 
 
 def _rule(func: Callable[..., Tensor], log: bool) -> Callable[..., ShardTensor]:
-    def rule(input: ShardTensor, dim: int | None = None, dtype: Any = None, *, _stacklevel: int = 3) -> ShardTensor:
+    def rule(input: ShardTensor, dim: int, dtype: Any = None) -> ShardTensor:
         x = resolved(input)
-        if dim is None:
-            dim = F._get_softmax_dim(func.__name__, x.ndim, _stacklevel + 1)
         dim = normal_dim(dim, x.ndim)
         local = x.block
         if not reduced(x.sharding, dim).over:
@@ -82,6 +80,7 @@ def _rule(func: Callable[..., Tensor], log: bool) -> Callable[..., ShardTensor]:
         result = func(local.new_zeros(1), 0, dtype=dtype).dtype
         return soft(wrap(local.to(result), x.sharding, x.mesh), dim, log)
 
+    rule.__name__ = func.__name__
     return rule
 
 
@@ -90,10 +89,12 @@ implements(*spellings("log_softmax"), sharded="reduction")(_rule(torch.log_softm
 
 
 def _functional(rule: Callable[..., ShardTensor]) -> Callable[..., ShardTensor]:
-    """Return the rule of ``functional.softmax``, whose third argument is a stack level."""
+    """Return the rule of ``functional.softmax``, which may choose the dim; its third argument is a stack level."""
 
     def functional(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> ShardTensor:
-        return rule(input, dim, dtype, _stacklevel=_stacklevel)
+        if dim is None:
+            dim = F._get_softmax_dim(rule.__name__, input.ndim, _stacklevel)
+        return rule(input, dim, dtype)
 
     return functional
 

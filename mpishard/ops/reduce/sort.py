@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mpishard.layout import Layout, layout_of, repeated, runs_of, total
-from mpishard.ops.rule.dim import normal_dim, whole_along
+from mpishard.ops.rule.dim import integer, normal_dim, whole_along
 from mpishard.ops.rule.reduction import reduced
 from mpishard.ops.rule.whole import one_cell, whole
 from mpishard.tensor.operand import moved, resolved
@@ -84,7 +83,7 @@ _topk = _rule(torch.topk, 1, -1, _resized)
 @implements(*spellings("topk"), sharded="gathers")
 def topk(input: ShardTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """Return the largest cells along a dim. Collective where it is cut: the largest of each block are gathered."""
-    x, k = resolved(input), operator.index(k)
+    x, k = resolved(input), integer(k)
     d = normal_dim(dim, x.ndim)
     if not reduced(x.sharding, d).over:
         return _topk(x, k, d, largest, sorted)

@@ -8,6 +8,7 @@ from functools import lru_cache, wraps
 from numbers import Integral, Number, Real
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,9 +30,7 @@ R = TypeVar("R", bound=Callable[..., Any])
 def normal_dim(dim: int, ndim: int) -> int:
     """Return ``dim`` counted from the front. Not collective."""
     if dim.__class__ is not int:
-        if isinstance(dim, bool):
-            raise TypeError("a dim must be int, not bool")
-        dim = operator.index(dim)
+        dim = strict_int(dim)
     if -ndim <= dim < ndim:
         return dim % ndim
     if ndim == 0 and dim in (-1, 0):
@@ -267,6 +266,19 @@ def settled(x: ShardTensor) -> ShardTensor:
     return x
 
 
+def put_into(x: ShardTensor, result: Tensor) -> ShardTensor:
+    """Write a result into ``x``, as an in-place function does. Collective where they are laid out differently.
+
+    Raises
+    ------
+    RuntimeError
+        Torch would not write numbers of the result's dtype there.
+    """
+    if not torch.can_cast(result.dtype, x.dtype):
+        raise RuntimeError(f"result type {result.dtype} can't be cast to the desired output type {x.dtype}")
+    return x.copy_(result)  # type: ignore[return-value]
+
+
 def prepare_write(x: ShardTensor) -> None:
     """Sum the Partial dims of ``x``, which is about to be written into. Collective over them.
 
@@ -391,12 +403,35 @@ def _refusal(
     return None
 
 
+def integer(number: Any) -> int:
+    """Return an argument that is one int, as torch takes it: of no truths, of tensors of one cell. Not collective."""
+    if number.__class__ is int:
+        return number  # type: ignore[no-any-return]
+    if isinstance(number, bool) or (isinstance(number, Tensor) and number.dtype is torch.bool):
+        raise TypeError(f"must be int, not {type(number).__name__}")
+    return operator.index(number)
+
+
+def strict_int(number: Any) -> int:
+    """Return an int that may be no size, as that of a dim: of no arrays or tensors with dims either. Not collective."""
+    if isinstance(number, np.ndarray) or (isinstance(number, Tensor) and number.ndim):
+        raise TypeError(f"must be int, not {type(number).__name__}")
+    return integer(number)
+
+
+def int_list(given: Any) -> tuple[int, ...]:
+    """Return the numbers of an argument that torch takes as a tuple or a list alone. Not collective."""
+    if not isinstance(given, (tuple, list)):
+        raise TypeError(f"must be tuple of ints, not {type(given).__name__}")
+    return ints((given,))
+
+
 def ints(given: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the numbers of a ``*sizes`` argument, which may be one sequence. Not collective."""
-    if len(given) == 1:
-        one = given[0]
-        if type(one) is tuple or (not isinstance(one, (int, Integral)) and getattr(one, "ndim", 1)):
-            given = tuple(one)
+    """Return the numbers of a ``*sizes`` argument, which may be one tuple or list. Not collective."""
+    if not given:
+        raise TypeError("must be tuple of ints, and none is given")
+    if len(given) == 1 and isinstance(given[0], (tuple, list)):
+        given = tuple(given[0])
     if given and given[0].__class__ is bool:  # of others torch takes it
         raise TypeError("must be tuple of ints, but found element of type bool at pos 0")
     return tuple(map(operator.index, given))

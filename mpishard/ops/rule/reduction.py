@@ -119,12 +119,16 @@ def summed(
     return wrap_pending(settle, y, dtype or y.dtype, out, mesh)
 
 
-def dim_and_keepdim(args: Sequence[Any], kwargs: dict[str, Any], func: Any) -> tuple[Any, bool]:
-    """Return (dim, keepdim) of a call such as ``f(x, 0, True)`` or ``f(x, dim=0, keepdim=True)``. Not collective."""
+def dim_and_keepdim(args: Sequence[Any], kwargs: dict[str, Any], func: Any, *, named: bool = False) -> tuple[Any, bool]:
+    """Return (dim, keepdim) of a call such as ``f(x, 0, True)`` or ``f(x, dim=0, keepdim=True)``. Not collective.
+
+    ``named``: torch takes no None as ``dim``, and ``keepdim`` with a dim alone.
+    """
     given = {**dict(zip(("dim", "keepdim"), args)), **kwargs}
+    unnamed = named and bool(given) and given.get("dim") is None
     keepdim = given.pop("keepdim", False)
     dim = given.pop("dim", None)
-    if given or len(args) > 2 or not isinstance(keepdim, bool):
+    if given or len(args) > 2 or not isinstance(keepdim, bool) or unnamed:
         raise TypeError(f"{func.__name__}() received an invalid combination of arguments: {args}, {kwargs}")
     return dim, keepdim
 

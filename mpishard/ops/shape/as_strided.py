@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpishard.comm.agreement import on_all
 from mpishard.errors import UnsupportedOperationError
-from mpishard.ops.rule.dim import ints, require_writable, settled
+from mpishard.ops.rule.dim import int_list, integer, ints, require_writable, settled
 from mpishard.ops.shape.view_copy import become
 from mpishard.tensor.operand import mesh_of, on_mesh
 from mpishard.tensor.registry import implements, outline, spellings
@@ -96,7 +96,7 @@ def _positions(size: Sequence[int], stride: Sequence[int], offset: int, device: 
 
 
 def _checked(x: Any, size: Any, stride: Any, offset: int | None) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    size, stride, offset = tuple(map(int, size)), tuple(map(int, stride)), int(offset or 0)
+    size, stride, offset = int_list(size), int_list(stride), 0 if offset is None else integer(offset)
     if len(size) != len(stride):
         raise RuntimeError("mismatch in length of strides and shape")
     if min((*stride, offset), default=0) < 0:

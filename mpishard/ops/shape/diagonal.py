@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mpishard.layout import Partial, Shard, layout_of
-from mpishard.ops.rule.dim import AsDiagonal, mapped, normal_dim, settled, viewed, whole_along
+from mpishard.ops.rule.dim import AsDiagonal, integer, mapped, normal_dim, settled, viewed, whole_along
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -20,7 +20,7 @@ def _triangle_rule(func: Any) -> Any:
         if x.ndim < 2:
             raise RuntimeError(f"{func.__name__}: input tensor must have at least 2 dimensions")
         (row, _), (column, _) = (x.sharding.interval(d, x.mesh.coords) for d in (x.ndim - 2, x.ndim - 1))
-        return wrap(func(x.block, diagonal + row - column), x.sharding, x.mesh)
+        return wrap(func(x.block, integer(diagonal) + row - column), x.sharding, x.mesh)
 
     return rule
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpishard.autograd.use import use
 from mpishard.layout import Placement, Replicate, Shard, bounds, layout_of, scaled
-from mpishard.ops.rule.dim import ints, normal_dim, plain, resized, settled, whole_along
+from mpishard.ops.rule.dim import int_list, ints, normal_dim, plain, resized, settled, whole_along
 from mpishard.ops.shape.cat import cat
 from mpishard.tensor.operand import mesh_of, on_mesh, resolved
 from mpishard.tensor.registry import implements, spellings
@@ -20,7 +20,7 @@ from mpishard.tensor.shard_tensor import ShardTensor, wrap
 @implements(torch.Tensor.repeat, sharded="moves")
 def repeat(self: ShardTensor, *given: Any, repeats: Any = None) -> ShardTensor:
     """Repeat along dims. Collective where a sharded dim is repeated: its blocks are balanced again."""
-    counts = ints(given) if repeats is None else tuple(repeats)
+    counts = ints(given) if repeats is None else int_list(repeats)
     if len(counts) < self.ndim or min(counts, default=0) < 0:
         raise RuntimeError(f"repeat: {counts} are not numbers of repeats for {self.ndim} dims")
     x = resolved(self)
@@ -42,8 +42,8 @@ def repeat(self: ShardTensor, *given: Any, repeats: Any = None) -> ShardTensor:
 @implements(torch.tile, torch.Tensor.tile, sharded="moves")
 def tile(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
     """Repeat along dims, the last ones where fewer numbers are given. As `repeat`."""
-    counts = ints(given) if dims is None else tuple(dims)
-    return repeat(input, *(1,) * (input.ndim - len(counts)), *counts)
+    counts = ints(given) if dims is None else int_list(dims)
+    return repeat(input, (*(1,) * (input.ndim - len(counts)), *counts))
 
 
 @implements(torch.repeat_interleave, torch.Tensor.repeat_interleave, sharded="local")

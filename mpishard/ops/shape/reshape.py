@@ -26,6 +26,7 @@ from mpishard.ops.rule.dim import (
     CACHED,
     AsShape,
     base_in,
+    int_list,
     ints,
     local_shape,
     normal_dim,
@@ -155,7 +156,7 @@ def reshape(input: ShardTensor, *given: Any, shape: Any = None) -> ShardTensor:
     the first part. Elsewhere the cells move to other ranks in one exchange (collective over the ranks that share
     the merged or split dims), and the result is sharded in blocks that are as even as they can be.
     """
-    return _reshaped(input, ints(given) if shape is None else tuple(shape), copies=True)
+    return _reshaped(input, ints(given) if shape is None else int_list(shape), copies=True)
 
 
 @implements(torch.Tensor.view, sharded="moves")
@@ -163,7 +164,7 @@ def view(self: ShardTensor, *given: Any, size: Any = None, dtype: torch.dtype | 
     """Split and merge dims without a copy, or read the bytes as another dtype. As `reshape`."""
     if dtype is not None or (len(given) == 1 and isinstance(given[0], torch.dtype)):
         return _view_dtype(self, dtype or given[0])
-    return _reshaped(self, ints(given) if size is None else tuple(size), copies=False)
+    return _reshaped(self, ints(given) if size is None else int_list(size), copies=False)
 
 
 def _reshaped(self: ShardTensor, given: tuple[int, ...], *, copies: bool) -> ShardTensor:
@@ -261,8 +262,10 @@ def flatten(input: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardT
 def unflatten(input: ShardTensor, dim: int, sizes: Sequence[int]) -> ShardTensor:
     """Split a dim. As `reshape`."""
     shape = input.sharding.shape
-    d = normal_dim(dim, len(shape))
-    return reshape(input, *shape[:d], *_full(tuple(sizes), shape[d]), *shape[d + 1 :])
+    d, sizes = normal_dim(dim, len(shape)), int_list(sizes)
+    if not sizes:
+        raise RuntimeError("unflatten: sizes must be non-empty")
+    return reshape(input, *shape[:d], *_full(sizes, shape[d]), *shape[d + 1 :])
 
 
 implements(torch.Tensor.view_as, sharded="moves")(lambda self, other: self.view(tuple(other.shape)))

@@ -13,7 +13,7 @@ from mpishard.autograd.window import Wanted, intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Each, Layout, Run, bounds, near
-from mpishard.ops.rule.dim import ints, normal_dim
+from mpishard.ops.rule.dim import int_list, ints, normal_dim, strict_int
 from mpishard.ops.shape.view import transpose
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
@@ -84,7 +84,7 @@ def flip(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
 
     The result has the layout of the argument.
     """
-    x, dims = resolved(input), ints(given) if dims is None else tuple(dims)
+    x, dims = resolved(input), ints(given) if dims is None else int_list(dims)
     layout, mesh, local = x.sharding, x.mesh, x.block
     if not x.ndim:
         return wrap(local.flip(dims), layout, mesh)
@@ -123,7 +123,7 @@ def rot90(input: ShardTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Shard
     if len(dims) != 2 or normal_dim(dims[0], input.ndim) == normal_dim(dims[1], input.ndim):
         raise RuntimeError(f"expected total rotation dims == 2 and different, but got {list(dims)}")
     a, b = dims
-    k %= 4
+    k = strict_int(k) % 4
     if k == 0:
         return input.clone()  # type: ignore[no-any-return]
     if k == 2:

@@ -13,12 +13,14 @@ from mpishard.autograd.graph import unseen
 from mpishard.layout import Layout
 from mpishard.ops.rule.dim import (
     CACHED,
+    int_list,
     ints,
     local_shape,
     mapped,
     normal_dim,
     on_domain,
     settled,
+    strict_int,
     unsharded,
     viewed,
     whole_along,
@@ -43,7 +45,7 @@ def _permuted(layout: Layout, dims: tuple[int, ...]) -> tuple[Layout, tuple[int,
 def permute(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
     """Reorder dims. Not collective."""
     x = settled(input) if input.sharding.partial_dims else input
-    out, order = _permuted(x.sharding, ints(given) if dims is None else tuple(dims))
+    out, order = _permuted(x.sharding, ints(given) if dims is None else int_list(dims))
     return viewed(x, x.block.permute(order), out, trodden(x, "permute", order), steps=True)
 
 
@@ -75,7 +77,7 @@ def t(input: ShardTensor) -> ShardTensor:
     """Transpose a matrix; vectors and scalars stay. Not collective."""
     if input.ndim > 2:
         raise RuntimeError(f"t() expects a tensor with <= 2 dimensions, but self is {input.ndim}D")
-    return transpose(input, 0, 1) if input.ndim == 2 else permute(input, *range(input.ndim))
+    return transpose(input, 0, 1) if input.ndim == 2 else permute(input, tuple(range(input.ndim)))
 
 
 @lru_cache(maxsize=CACHED)
@@ -90,9 +92,9 @@ def _moved_order(ndim: int, source: tuple[int, ...], destination: tuple[int, ...
 @implements(*spellings("movedim", "moveaxis"), sharded="local")
 def movedim(input: ShardTensor, source: Any, destination: Any) -> ShardTensor:
     """Move dims to other positions. Not collective."""
-    a = (source,) if isinstance(source, int) else tuple(source)
-    b = (destination,) if isinstance(destination, int) else tuple(destination)
-    return permute(input, *_moved_order(input.ndim, a, b))
+    a = int_list(source) if isinstance(source, (tuple, list)) else (strict_int(source),)
+    b = int_list(destination) if isinstance(destination, (tuple, list)) else (strict_int(destination),)
+    return permute(input, _moved_order(input.ndim, a, b))
 
 
 def _matrix_transposed(self: ShardTensor) -> ShardTensor:
@@ -117,7 +119,7 @@ def _matrix_adjoint(self: ShardTensor) -> ShardTensor:
 
 # torch.compile of torch 2.15 calls the functions behind the attributes
 implements(torch.Tensor.T.__get__, *aten("numpy_T"), sharded="local")(  # type: ignore[attr-defined]
-    lambda self: permute(self, *reversed(range(self.ndim)))
+    lambda self: permute(self, tuple(reversed(range(self.ndim))))
 )
 implements(torch.Tensor.mT.__get__, *aten("mT"), sharded="local")(_matrix_transposed)  # type: ignore[attr-defined]
 implements(torch.Tensor.H.__get__, *aten("matrix_H"), sharded="local")(_matrix_adjoint)  # type: ignore[attr-defined]
@@ -193,7 +195,7 @@ def _expanded(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[int, ...], 
 def expand(self: ShardTensor, *sizes: Any, size: Any = None, implicit: bool = False) -> ShardTensor:
     """Broadcast dims of one cell. Not collective, unless such a dim is sharded: then its owner broadcasts."""
     x = settled(self) if self.sharding.partial_dims else self
-    whole, out = _expanded(x.sharding, ints(sizes) if size is None else tuple(size))
+    whole, out = _expanded(x.sharding, ints(sizes) if size is None else int_list(size))
     x = whole_along(x, whole)
     return viewed(x, x.block.expand(local_shape(out, x.mesh.coords)), out, trodden(x, "expand", out.shape))
 

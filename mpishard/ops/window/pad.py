@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from mpishard.autograd.window import Wanted, intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.layout import Each, Layout, Run, layout_of, near, sizes_of
 from mpishard.layout.stencil import padded
-from mpishard.ops.rule.dim import number_key, on_domain
+from mpishard.ops.rule.dim import int_list, number_key, on_domain
 from mpishard.ops.window.pad_resident import circular_beside
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
@@ -42,7 +41,7 @@ def _padded(input: ShardTensor, pad: Sequence[int], mode: str, value: Any, func:
     x = resolved(input)
     if type(value) is Tensor and not value.ndim:
         value = value.item()
-    mesh, widths, fill = x.mesh, tuple(map(operator.index, pad)), 0.0 if value is None else value
+    mesh, widths, fill = x.mesh, int_list(pad), 0.0 if value is None else value
     key = ("pad", x.sharding, x.dtype, widths, mode, number_key(fill))
     plan = mesh.plans.get(key) or mesh.plan(key, lambda: _plan(x, widths, mode, value, func))
     if x._halo is not None and mode == "circular":
