@@ -42,6 +42,7 @@ from mpishard.tensor.shard_tensor import ShardTensor, wrap
 _MODES = ("bilinear", "nearest", "bicubic")
 _PADDINGS = ("zeros", "border", "reflection")
 _FAR = 64  # so many ranks along a mesh dim are told one by one
+_ODD = 1e6  # what is made of such coordinates, and of NaN, depends on torch's kernel, which then has the whole field
 _WIDE = 0.75  # windows of more than this part of the field are no better than all of it
 
 
@@ -131,6 +132,8 @@ def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str
     first = [min(source.interval(d, mesh.coords)[0], layout.shape[d] - 1) for d in dims]
     own = [reads[d - 2] or (lo, lo + 1) for d, lo in zip(dims, first)]
     part = math.prod((hi - lo) / layout.shape[d] for d, (lo, hi) in zip(dims, own))
+    if not float(flat.detach().abs().max()) < _ODD:
+        part = 1.0
     told = torch.tensor([part, *_reach(source, mesh, dict(zip(dims, own)))], dtype=torch.float64, device="cpu")
     widest, *reach = blocking.all_reduce(told, mesh.all_ranks, "max").tolist()
     if widest > _WIDE:

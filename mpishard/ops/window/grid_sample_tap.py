@@ -30,7 +30,7 @@ class PointTaps(NamedTuple):
     weight
         The same shape.
     inside
-        Which of them count (None: all); the weight of the others is zero.
+        Which of them count (None: all); the weight of the others is zero, and what lies there, NaN maybe, is not read.
     """
 
     index: Tensor
@@ -62,7 +62,8 @@ def taps_of(grid: Tensor, n: int, ndim: int, mode: str, padding_mode: str, align
         place = _padded(place, n, padding_mode, align_corners)
     if mode == "nearest":
         # half to even, as torch; in the graph all the same, with a zero gradient
-        first, weights, steps = place.detach().round(), [1 + (place * 0).nan_to_num()], range(1)
+        first, steps = place.detach().round(), range(1)
+        weights = [torch.where(torch.zeros_like(first, dtype=torch.bool), place, 1)]
     else:
         first = place.detach().floor()
         t = place - first
@@ -75,7 +76,7 @@ def taps_of(grid: Tensor, n: int, ndim: int, mode: str, padding_mode: str, align
     index = torch.stack([whole + k for k in steps])
     weight = torch.stack(weights)
     inside = None
-    if padding_mode == "zeros":
+    if padding_mode == "zeros" or mode == "bilinear":
         inside = (index >= 0) & (index < n)
         weight = torch.where(inside, weight, 0)
     elif mode == "bicubic" and padding_mode == "reflection":
@@ -139,7 +140,9 @@ def _padded(place: Tensor, n: int, padding_mode: str, align_corners: bool) -> Te
         rest = away - (away.detach() / period).trunc() * period
         place = torch.where(rest > period - rest, period - rest, rest) + low
     within = (place > 0) & (place < n - 1)
-    return torch.where(within, place, place.detach().nan_to_num(nan=0.0).clamp(0, n - 1))
+    whole = place.detach()
+    # times zero, as torch does: a cotangent that is not a number stays none
+    return whole.nan_to_num(nan=0.0).clamp(0, n - 1) + (place - whole) * within
 
 
 def _mirrored(index: Tensor, n: int, align_corners: bool) -> Tensor:
@@ -184,7 +187,11 @@ def weighted_sum(field: Tensor, taps: Sequence[PointTaps], origin: Sequence[int]
         ]
         at = functools.reduce(torch.add, steps)
         weight = functools.reduce(torch.mul, [tap.weight[k] for k, tap in zip(combination, taps)])
-        part = cells.gather(2, at[:, None].expand(-1, channels, -1)) * weight[:, None]
+        values = cells.gather(2, at[:, None].expand(-1, channels, -1))
+        for k, tap in zip(combination, taps):
+            if tap.inside is not None and not tap.inside[k].all():
+                values = torch.where(tap.inside[k][:, None], values, 0)
+        part = values * weight[:, None]
         total = part if total is None else total + part
     assert total is not None
     return total

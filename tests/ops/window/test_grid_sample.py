@@ -121,6 +121,50 @@ def test_windows_of_a_volume(case):
         )
 
 
+@pytest.mark.parametrize(("ndim", "case"), [*itertools.product((2,), range(18)), *itertools.product((3,), range(12))])
+def test_cells_that_are_no_numbers(ndim, case):
+    """As the land of an ocean's field: what does not count beside a border may be NaN."""
+    mode, padding, corners = KINDS[case]
+    g = torch.Generator().manual_seed(case)
+    full = torch.randn(2, 2, 12, *(5, 6)[: ndim - 1], generator=g, dtype=torch.float64)
+    drawn = torch.rand(full.shape, generator=g, dtype=torch.float64)
+    full[drawn < 0.1], full[drawn > 0.95] = torch.nan, torch.inf
+    eye = torch.eye(ndim, ndim + 1, dtype=torch.float64).repeat(2, 1, 1)
+    grid = F.affine_grid(eye, list(full.shape), align_corners=corners) * 1.15
+    mesh = ms.init_mesh((-1,), ("y",))
+    found = []
+    for sharded in (False, True):
+        x, p = full.clone(), grid.clone()
+        if sharded:
+            x, p = ms.distribute_tensor(x, mesh, (ms.Shard(2),)), ms.distribute_tensor(p, mesh, (ms.Shard(1),))
+        x, p = x.requires_grad_(), p.requires_grad_()
+        y = F.grid_sample(x, p, mode, padding, corners)
+        y.sum().backward()
+        found.append([t.full_tensor() if sharded else t for t in (y.detach(), x.grad, p.grad)])
+    for t, u in zip(*found):
+        if mode == "bicubic":  # of infinities of both signs, the order of sums tells
+            t, u = (torch.where(v.isfinite(), v, 7.0) for v in (t, u))
+        torch.testing.assert_close(u, t, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", range(len(KINDS)))
+def test_points_that_are_nowhere(case):
+    """All points of some ranks, or one: what torch makes of them depends on its kernels."""
+    (mode, padding, corners), odd = KINDS[case], (torch.nan, torch.inf, -torch.inf, 1e30)[case % 4]
+    mesh = ms.init_mesh((-1,), ("y",))
+    for x, p in ((field(2, 2, 8, 5), points(2, 4, 7, 2)), (field(2, 2, 8, 5, 3), points(2, 4, 3, 2, 3))):
+        if mode == "bicubic" and p.shape[-1] == 3:
+            continue
+        for some in ((slice(None), slice(0, 2)), (0, 1, 1), slice(None)):
+            q = p.clone()
+            q[some] = odd
+            y = F.grid_sample(
+                ms.distribute_tensor(x, mesh, (ms.Shard(2),)), ms.distribute_tensor(q, mesh, (ms.Shard(1),)),
+                mode, padding, corners,
+            )  # fmt: skip
+            torch.testing.assert_close(y.full_tensor(), F.grid_sample(x, q, mode, padding, corners), equal_nan=True)
+
+
 @pytest.mark.parametrize("whole", [False, True], ids=["windows", "the field"])
 def test_field_and_points_cut_along_any_dims(whole):
     x, g = field(2, 3, 12, 9), points(2, 5, 4, 2) * (1.0 if whole else 0.3)
