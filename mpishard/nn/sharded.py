@@ -331,7 +331,8 @@ def _block_of(owner: nn.Module, name: str, layout: Layout, mesh: CartMesh) -> Te
         else type(found).__name__,
         fix="copy the values into the parameter (under torch.no_grad(), or load_state_dict without assign=True), or "
         "put a ShardTensor with the placements of the old one in its place (by torch.func.functional_call for one "
-        "call); prune and parametrize before distribute_module",
+        "call); prune and parametrize, and take that back, before distribute_module: later, load the state_dict into a "
+        "plain model to do so",
     )
 
 
