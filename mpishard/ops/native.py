@@ -13,7 +13,7 @@ from mpishard.autograd.graph import underivable
 from mpishard.layout import Replicate, Shard
 from mpishard.ops.norm.normalization import group_norm, layer_norm, torch_batch_norm
 from mpishard.ops.pointwise.pointwise import pointwise
-from mpishard.ops.rule.dim import normal_dim
+from mpishard.ops.rule.dim import normal_dim, real
 from mpishard.ops.rule.reduction import HALVES
 from mpishard.tensor.operand import mesh_of, on_mesh
 from mpishard.tensor.registry import aten, implements, spellings
@@ -74,7 +74,7 @@ def _wide(x: Any) -> Any:
 def _moments(x: ShardTensor, dims: Sequence[int], eps: float, keepdim: bool) -> tuple[Any, Any]:
     """Return mean and 1/std over dims. Collective where one is sharded."""
     var, mean = torch.var_mean(_wide(x), tuple(dims), correction=0, keepdim=keepdim)
-    return mean.to(x.dtype), (var + eps).rsqrt().to(x.dtype)
+    return mean.to(x.dtype), (var + real(eps)).rsqrt().to(x.dtype)
 
 
 @implements(*spellings("native_layer_norm"), sharded="reduction")

@@ -59,7 +59,14 @@ def numel(self: ShardTensor) -> int:
 def stride(self: ShardTensor, dim: int | None = None) -> Any:
     """Return the strides that the gathered tensor has. Not collective."""
     strides = row_major(self.sharding.shape)
-    return strides if dim is None else strides[dim]
+    return strides if dim is None else strides[_kind_of_dim(self, dim)]
+
+
+def _kind_of_dim(self: ShardTensor, dim: Any) -> Any:
+    """Return a dim; refuse what torch takes for none, such as a truth. Not collective."""
+    if dim.__class__ is not int:
+        self.block.size(dim)
+    return dim
 
 
 @implements(torch.Tensor.is_contiguous, sharded="local")
@@ -147,7 +154,9 @@ def tolist(self: ShardTensor) -> Any:
 
 implements(torch.Tensor.dim, torch.Tensor.ndimension, sharded="local")(lambda self: len(self.sharding.shape))
 implements(torch.Tensor.size, sharded="local")(
-    lambda self, dim=None: self.shape if dim is None else self.sharding.shape[dim]
+    lambda self, dim=None: (
+        self.shape if dim is None else self.sharding.shape[dim if dim.__class__ is int else _kind_of_dim(self, dim)]
+    )
 )
 implements(torch.Tensor.nbytes.__get__, sharded="local")(  # type: ignore[attr-defined]
     lambda self: math.prod(self.sharding.shape) * self.block.itemsize

@@ -158,3 +158,135 @@ def test_dtypes_that_torch_does_not_cast(name):
     """What has no room for a result is not written into, and a factor is not cut to a whole number."""
     numbers = [2, 0.5, True, 1j] if "int" not in name and name != "addr" else [2, 0.5, True]
     require_alike({name: INTO[name]}, numbers, name, [torch.bool, torch.int64, torch.float32, torch.float64])
+
+
+# numbers that are equal as keys of a plan, and no tensors
+ALIKE = [1, True, 1.0, np.int64(1), np.float64(1), np.bool_(True), 1 + 0j, T(1)]
+KEYED = {
+    "transpose": lambda x, n: x.transpose(n, 0),
+    "swapaxes": lambda x, n: torch.swapaxes(x, 0, n),
+    "permute": lambda x, n: x.permute(n, 0),
+    "movedim": lambda x, n: x.movedim(n, 0),
+    "unsqueeze": lambda x, n: x.unsqueeze(n),
+    "squeeze": lambda x, n: x[:, :1].squeeze(n),
+    "expand": lambda x, n: x[:, :1].expand(4, n),
+    "reshape": lambda x, n: x.reshape(12, n),
+    "view": lambda x, n: x.view((12, n)),
+    "unflatten": lambda x, n: x.unflatten(0, (4, n)),
+    "cat": lambda x, n: torch.cat([x, x], n),
+    "stack": lambda x, n: torch.stack([x, x], n),
+    "gather": lambda x, n: x.gather(n, T([[0, 1, 1]])),
+    "index_add": lambda x, n: x.index_add(n, T([0]), x[:, :1]),
+    "index": lambda x, n: x[:, n],
+    "index of a list": lambda x, n: x[[n, 0]],
+    "alone": lambda x, n: x[n],
+    "written": lambda x, n: x.clone().__setitem__(n, 7.0),
+    "slice": lambda x, n: x[n:],
+    "sum": lambda x, n: x.sum(n),
+    "sum, kept": lambda x, n: x.sum(1, keepdim=n),
+    "argmax": lambda x, n: x.argmax(n),
+    "softmax": lambda x, n: x.softmax(n),
+    "sort": lambda x, n: x.sort(n)[0],
+    "roll": lambda x, n: x.roll(n, 0),
+    "flip": lambda x, n: x.flip((n,)),
+    "diff": lambda x, n: x.diff(n),
+    "tensor_split": lambda x, n: x.tensor_split(n)[0],
+    "tensor_split of places": lambda x, n: x.tensor_split((n, 2))[0],
+    "vsplit": lambda x, n: x.vsplit(n)[0],
+    "hsplit of places": lambda x, n: x.hsplit([n])[0],
+    "unfold": lambda x, n: x.unfold(0, 2, n),
+    "tensordot": lambda x, n: torch.tensordot(x, x, ([n], [n])),
+    "bincount": lambda x, n: x.long().flatten().bincount(minlength=n),
+    "size": lambda x, n: T(x.size(n)),
+    "stride": lambda x, n: T(x.contiguous().stride(n)),
+    "layer_norm": lambda x, n: F.layer_norm(x[:, :1] + x.new_zeros(3), (n + n + n,)),
+    "rms_norm": lambda x, n: F.rms_norm(x[:, :1] + x.new_zeros(3), (n + n + n,)),
+    "group_norm": F.group_norm,
+    "interpolate": lambda x, n: F.interpolate(x[None], n),
+    "interpolate to several": lambda x, n: F.interpolate(x[None], (n,)),
+    "max_pool1d": F.max_pool1d,
+    "conv1d": lambda x, n: F.conv1d(x[None], x.new_ones(2, 4, 2), stride=n),
+    "groups": lambda x, n: F.conv1d(x[None], x.new_ones(2, 4, 2), groups=n),
+    "pad": lambda x, n: F.pad(x, (n, 0)),
+    "pixel_unshuffle": F.pixel_unshuffle,
+}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", KEYED)
+def test_numbers_that_are_one_key(name, seed):
+    """What one number made is not what another one finds, in any order."""
+    numbers = [*ALIKE, 1]
+    random.Random(f"{name} {seed}").shuffle(numbers)
+    require_alike({name: KEYED[name]}, numbers, f"{name} {seed}")
+
+
+SCORES = lambda x: x[:, :1].abs() + torch.ones(3, dtype=x.dtype)  # noqa: E731 (as the rest)
+UNALIKE = {
+    "where of nothing": lambda x, _: x.where(),
+    "an array of places": lambda x, _: x.tensor_split(np.array([1])),
+    "an array of one": lambda x, _: x.tensor_split(np.array(3))[0],
+    "vsplit at an array of one": lambda x, _: x.vsplit(np.array(3))[0],
+    "a range of places": lambda x, _: x.tensor_split(range(2)),
+    "two ellipses": lambda x, _: x[..., ...],
+    "a number, two ellipses": lambda x, _: x[..., 0, ...],
+    "a list, two ellipses": lambda x, _: x[[0, 1], ..., ...],
+    "two ellipses, a number": lambda x, _: x[..., ..., 1],
+    "no dims left": lambda x, _: x[..., 0, 1, ..., None],
+    "floats as index": lambda x, _: x[[1.9, -1.5]],
+    "floats beside others": lambda x, _: x[:, [0.5, True]],
+    "an array of floats": lambda x, _: x[np.array([1.0])],
+    "NaN as index": lambda x, _: x[[float("nan")]],
+    "a mean without a variance": lambda x, _: F.instance_norm(x[None], x.new_ones(4), None),
+    "a variance without a mean": lambda x, _: F.batch_norm(SCORES(x), None, x.new_ones(3), training=True),
+    "uint8 and floats": lambda x, _: F.hinge_embedding_loss(x.to(torch.uint8), x),
+    "uint8 and floats, summed": lambda x, _: F.hinge_embedding_loss(x.to(torch.uint8), x, reduction="sum"),
+    "one matrix": lambda x, _: torch.chain_matmul(x),
+    "two matrices": lambda x, _: torch.chain_matmul(x, x.T),
+    "a vector and a matrix": lambda x, _: torch.chain_matmul(x[0], x.T),
+    "ranks of one number": lambda x, _: F.margin_ranking_loss(x, x, T(1.0)),
+    "ranks of a row": lambda x, _: F.margin_ranking_loss(x[0], x, x),
+    "the weight first": lambda x, _: F.embedding_bag(x.clone(), T([0, 1, 2]), T([0, 2])),
+    "a complex correction": lambda x, _: x.var(0, correction=np.complex128(1j)),
+    "cosine of a half": lambda x, _: F.cosine_similarity(x.float(), x.bfloat16() / 3),
+    "cosine of a double": lambda x, _: F.cosine_similarity(x.float() / 3, x),
+    "cosine of ints": lambda x, _: F.cosine_similarity(x, x.long()),
+    "cosine of complex numbers": lambda x, _: F.cosine_similarity(x.float(), x.to(torch.complex64)),
+}
+
+
+@pytest.mark.parametrize("name", UNALIKE)
+@pytest.mark.filterwarnings("ignore")
+def test_odd_calls(name):
+    require_alike({name: UNALIKE[name]}, [None], name)
+
+
+NORMS = {
+    "layer_norm": lambda x, eps: F.layer_norm(x, (3,), eps=eps),
+    "layer_norm of weights": lambda x, eps: F.layer_norm(x, (3,), x.new_ones(3), x.new_zeros(3), eps),
+    "native_layer_norm": lambda x, eps: torch.native_layer_norm(x, (3,), None, None, eps)[0],
+    "rms_norm": lambda x, eps: F.rms_norm(x, (3,), eps=eps),
+    "group_norm": lambda x, eps: F.group_norm(x[None], 2, eps=eps),
+    "batch_norm": lambda x, eps: F.batch_norm(x, None, None, training=True, eps=eps),
+    "momentum": lambda x, eps: F.batch_norm(x, x.new_ones(3), x.new_ones(3), training=True, momentum=eps),
+    "instance_norm": lambda x, eps: F.instance_norm(x[None], eps=eps),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("graph", [False, True])
+def test_eps_that_is_no_float(name, graph):
+    """Only ranks with cells had a kernel that refused it, and the others waited."""
+    rule = NORMS[name]
+    wanted = [1, T(0.5), np.float32(0.5), 2**70, T(1j), 1j, "a", [0.5], T([0.5, 0.5])]
+    require_alike({name: (lambda x, eps: rule(x.requires_grad_().clone(), eps)) if graph else rule}, wanted, name)
+
+
+@pytest.mark.parametrize("call", [lambda x: x.bernoulli(0.5), lambda x: torch.bernoulli(x, 1.0)])
+def test_bernoulli_of_a_number_has_a_gradient_of_zero(call):
+    x = ms.distribute_tensor(torch.full((5, 2), float("nan")), mesh_of((WORLD.size,)), (ms.Shard(0),)).requires_grad_()
+    y = call(x)
+    assert y.requires_grad
+    assert set(y.full_tensor().unique().tolist()) <= {0.0, 1.0}
+    y.sum().backward()
+    assert torch.equal(gathered(x.grad), torch.zeros(5, 2))

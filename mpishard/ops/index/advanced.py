@@ -27,7 +27,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError
 from mpishard.layout import Layout, Placement, Replicate, Shard, holders, layout_of, spans_of
 from mpishard.ops.index.added import put_sums
-from mpishard.ops.index.basic import indexed
+from mpishard.ops.index.basic import indexed, one_ellipsis
 from mpishard.ops.index.masked import picked_where
 from mpishard.ops.rule.agreement import agreed, blank, checked, in_range
 from mpishard.ops.rule.dim import normal_dim, settled
@@ -69,6 +69,8 @@ def split_index(x: ShardTensor, index: Any) -> tuple[tuple[Any, ...], list[Any]]
             consumed += item.ndim
         elif item is not None and item is not Ellipsis:
             consumed += 1
+    if (at := next((i for i, item in enumerate(items) if item is Ellipsis), None)) is not None:
+        items = [*items[: at + 1], *one_ellipsis(items[at + 1 :], x.ndim > consumed)]
     basic: list[Any] = []
     per_dim: list[Any] = []
     for item in items:
@@ -119,10 +121,16 @@ def _require_integers(index: Tensor) -> None:
 
 def _as_tensor(item: Any, x: ShardTensor) -> Any:
     """Return lists, arrays and booleans as tensors, all on the GPU of the cells of ``x``; everything else as it is."""
-    if isinstance(item, (list, tuple, range, np.ndarray, bool, np.bool_)):
-        item = torch.as_tensor(list(item) if isinstance(item, (list, tuple, range)) else item, device="cpu")
-        if not item.numel() and item.is_floating_point():
-            item = item.long()  # of nothing; torch refuses such a tensor
+    if isinstance(item, np.bool_):
+        raise IndexError(
+            "only integers, slices, ellipsis, None, tensors and sequences are valid indices, not numpy.bool"
+        )
+    if isinstance(item, (list, tuple, range, np.ndarray, bool)):
+        given = list(item) if isinstance(item, (list, tuple, range)) else item
+        item = torch.as_tensor(given, device="cpu")
+        if item.ndim and (item.is_floating_point() or item.is_complex()):
+            # torch refuses such a tensor, and cuts the numbers of a sequence to whole ones
+            item = torch.tensor(given, dtype=torch.int64, device="cpu")
     if isinstance(item, Tensor) and item.ndim and not isinstance(item, ShardTensor):
         item = beside(item, x.block)
     return item
@@ -190,7 +198,7 @@ def sole(index: Any) -> Any:
 
 def is_boolean(index: Any) -> bool:
     """Tell whether an index is one boolean, which picks all or nothing along a new dim."""
-    return isinstance(index, (bool, np.bool_)) or (isinstance(index, Tensor) and not index.ndim and _is_mask(index))
+    return isinstance(index, bool) or (isinstance(index, Tensor) and not index.ndim and _is_mask(index))
 
 
 def picked(x: Any, index: Any) -> ShardTensor:

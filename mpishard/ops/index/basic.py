@@ -119,6 +119,19 @@ def _number(i: Any) -> int | None:
     return None if i is None else operator.index(i)
 
 
+def one_ellipsis(after: Sequence[Any], skips: bool) -> Sequence[Any]:
+    """Return what follows an ellipsis in an index, without further ones. Not collective.
+
+    Each of them skips as many dims as the first, so where these are any, nothing may follow.
+    """
+    further = [i for i, item in enumerate(after) if item is Ellipsis]
+    if not further:
+        return after
+    if skips and any(item is not Ellipsis for item in after[further[0] :]):
+        raise IndexError("an index has dims left for a single ellipsis ('...') alone, where others follow")
+    return [item for item in after if item is not Ellipsis]
+
+
 @lru_cache(maxsize=CACHED)
 def plan_index(layout: Layout, key: Key, coords: tuple[int, ...]) -> Basic:
     """Plan a basic index of a tensor without Partial dims. Not collective."""
@@ -127,9 +140,7 @@ def plan_index(layout: Layout, key: Key, coords: tuple[int, ...]) -> Basic:
         raise IndexError(f"too many indices for tensor of dimension {layout.ndim}")
     rest = (_ALL,) * (layout.ndim - used)
     at = key.index(Ellipsis) if Ellipsis in key else len(key)
-    items = (*key[:at], *rest, *key[at + 1 :])
-    if Ellipsis in items:
-        raise IndexError("an index can only have a single ellipsis ('...')")
+    items = (*key[:at], *rest, *one_ellipsis(key[at + 1 :], bool(rest)))
     local: list[Any] = []
     sources: list[int] = []
     shape: list[int] = []
@@ -354,8 +365,10 @@ def tensor_split(
                 f"of long, but got one of {given.ndim} dims and {given.dtype}"
             )
         given = given.tolist()
-    elif isinstance(given, np.ndarray):
-        given = np.atleast_1d(given).tolist()  # an array is a sequence of places, also without dims
+    elif isinstance(given, (tuple, list)):
+        given = int_list(given)
+    else:
+        given = strict_int(given.item() if isinstance(given, np.ndarray) and not given.ndim else given)
     if not isinstance(input, ShardTensor):
         return torch.tensor_split(input, given, dim)
     d, n = _dim_and_extent(input, dim, "tensor_split")
@@ -374,6 +387,12 @@ def _axis_split(dim_of: Any, least: int = 1) -> Any:
         given = _one_of("a split", indices_or_sections, indices, sections)
         if isinstance(given, Tensor) and (_is_integer(given) or given.dtype == torch.uint8):
             given = given.tolist()  # of any width, as torch takes them for ints
+        elif isinstance(given, np.ndarray) and not given.ndim:
+            given = [given.item()]  # a place, where tensor_split takes it for a number of parts
+        if isinstance(given, (tuple, list)):
+            given = int_list(given)
+        elif not isinstance(given, Tensor):
+            given = strict_int(given)
         d = dim_of(input.ndim)
         if input.ndim < max(d + 1, least):
             raise RuntimeError(f"a split along dim {d} requires a tensor of more dimensions than {input.ndim}")

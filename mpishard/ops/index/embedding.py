@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -144,6 +145,11 @@ def embedding_bag(
 
     Collective where the weight, the dim of a bag, or indices with ``offsets`` are sharded: they are gathered.
     """
+    if weight.dtype is torch.int64 and input.is_floating_point():
+        warnings.warn(
+            "embedding_bag(weight, input) is deprecated: now it is embedding_bag(input, weight)", stacklevel=2
+        )
+        input, weight = weight, input
     if scale_grad_by_freq:
         raise _refuse("scale_grad_by_freq", "bags: torch divides by the frequencies of other indices")
     weight = _with_options(weight, input, max_norm, norm_type, False, sparse)

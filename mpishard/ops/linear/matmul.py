@@ -16,7 +16,7 @@ from mpishard.layout import Labels
 from mpishard.ops.linear.einsum_kernel import summed_products
 from mpishard.ops.rule.autocast import autocast_enabled, no_autocast
 from mpishard.ops.rule.contraction import Label, multiply
-from mpishard.ops.rule.dim import into_plain, normal_dim, put_into, whole_along
+from mpishard.ops.rule.dim import int_list, into_plain, normal_dim, on_domain, put_into, whole_along
 from mpishard.tensor.forgotten import forgotten
 from mpishard.tensor.operand import broadcast_of, fitted, resolved
 from mpishard.tensor.out import call_into
@@ -239,7 +239,7 @@ def tensordot(a: Any, b: Any, dims: Any = 2) -> ShardTensor:
             raise RuntimeError(f"tensordot expects dims >= 0, but got dims={dims}")
         own, theirs = list(range(a.ndim - dims, a.ndim)), list(range(dims))
     else:
-        own, theirs = ([int(d)] if isinstance(d, int) else [int(k) for k in d] for d in dims)
+        own, theirs = map(int_list, dims)
     own, theirs = [normal_dim(d, a.ndim) for d in own], [normal_dim(d, b.ndim) for d in theirs]
     first: list[Label] = list(range(a.ndim))
     second: list[Label] = list(range(a.ndim, a.ndim + b.ndim))
@@ -377,8 +377,13 @@ def _from_lists(args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
 implements(torch.Tensor.__rmatmul__, sharded="reduction")(lambda self, other: matmul(other, self))
 
 
+def _chained(*matrices: Any) -> Any:
+    return multi_dot(matrices) if len(matrices) > 1 else matrices[0]
+
+
 @implements(torch.chain_matmul, sharded="reduction")
 def chain_matmul(*matrices: Any) -> Any:
-    """As `multi_dot`."""
+    """As `multi_dot`, of matrices alone; one is returned as it is."""
+    on_domain(torch.chain_matmul, *matrices)
     out = forgotten(torch.chain_matmul, "out")  # which does not hand it on
-    return call_into(torch.chain_matmul, lambda *tensors: multi_dot(tensors), matrices, {"out": out})
+    return call_into(torch.chain_matmul, _chained, matrices, {"out": out})

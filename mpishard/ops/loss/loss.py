@@ -84,6 +84,11 @@ def _pointwise_loss(func: Callable[..., Tensor], *names: str, same_shape: bool =
                     f"({tensors[0].shape}). This will likely lead to incorrect results due to broadcasting.",
                     stacklevel=3,
                 )
+        if func is F.margin_ranking_loss and len({t.ndim for t in tensors}) > 1:
+            raise RuntimeError(
+                "margin_ranking_loss : All input tensors should have same dimension but got sizes: "
+                + ", ".join(f"{n}: {tuple(t.shape)}" for n, t in zip(names, tensors))
+            )
         mesh, out = broadcast_of(tensors)
         if func is F.soft_margin_loss and out.shape != tuple(tensors[0].shape):
             raise RuntimeError(
@@ -119,7 +124,7 @@ def _pointwise_loss(func: Callable[..., Tensor], *names: str, same_shape: bool =
             cells = {k: v.new_zeros(1) if isinstance(v, Tensor) else v for k, v in local.items()}
             result = func(**cells, reduction="sum").dtype
         if reduction == "mean" and not (result.is_floating_point or result.is_complex):
-            torch.empty(0, dtype=dtype, device="cpu").mean()  # raises torch's own error
+            torch.empty(0, dtype=result, device="cpu").mean()  # raises torch's own error
         then = (lambda t: t.to(result)) if reduction == "sum" else (lambda t: (t / count).to(result))
         return summed(total, mesh, reduced(out, None).over, replicated_layout(mesh, ()), then, result)
 

@@ -22,7 +22,7 @@ from mpishard.layout import Each, Layout, Replicate, Shard, bounds, layout_of, r
 from mpishard.ops.norm.channels_last import FORMATS
 from mpishard.ops.norm.node import Rows, normalised
 from mpishard.ops.rule.autocast import autocast_enabled
-from mpishard.ops.rule.dim import int_list, on_domain, plain, whole_along
+from mpishard.ops.rule.dim import int_list, on_domain, plain, real, strict_int, whole_along
 from mpishard.ops.rule.empty_block import filled, unfilled
 from mpishard.ops.rule.reduction import HALVES, reduced
 from mpishard.tensor.function import block_of
@@ -104,7 +104,7 @@ def group_norm(
     Channels that are cut within a group are gathered, and the result is cut again.
     """
     mesh = mesh_of((input, weight, bias))
-    x = on_mesh(input, mesh)
+    x, num_groups, eps = on_mesh(input, mesh), strict_int(num_groups), real(eps)
     if num_groups <= 0:
         raise RuntimeError(f"Expected num groups to be greater than 0, got {num_groups}")
     if not x.numel():
@@ -185,7 +185,7 @@ def _batch_norm(
     input: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
 ) -> ShardTensor:
     mesh = mesh_of((input, weight, bias, running_mean, running_var))
-    x = on_mesh(input, mesh)
+    x, momentum, eps = on_mesh(input, mesh), real(momentum), real(eps)
     if not math.prod(x.shape):
         return _of_no_cells(x, weight, bias)
     rows = _rows_of(x, 0)
@@ -198,6 +198,7 @@ def _batch_norm(
             )
     weight, bias = _per_channel(weight, x, rows), _per_channel(bias, x, rows)
     if training:
+        _require_both(running_mean, running_var)
         if rows.count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
         if not rows.over and _is_torchs(x, weight, bias, running_mean, running_var):
@@ -219,6 +220,13 @@ def _batch_norm(
     block = filled(x.block)
     y = _with_right_gradient(torch.batch_norm(block, weight, bias, mean, var, False, momentum, eps, False))
     return wrap(unfilled(y, x.block.shape), x.sharding, mesh)
+
+
+def _require_both(*running: Any) -> None:
+    """Raise what torch does of one running statistic without the other."""
+    if sum(r is None for r in running) == 1:
+        given = [None if r is None else torch.ones(1, device="cpu") for r in running]
+        torch.batch_norm(torch.zeros((2, 1), device="cpu"), None, None, *given, True, 0.0, 1.0, False)  # type: ignore[arg-type]
 
 
 def _is_torchs(x: ShardTensor, *numbers: Any) -> bool:
@@ -304,8 +312,9 @@ def instance_norm(
     """Normalise every channel of every sample. Collective where a spatial dim is sharded."""
     if not use_input_stats:
         return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    _require_both(running_mean, running_var)
     mesh = mesh_of((input, weight, bias, running_mean, running_var))
-    x = on_mesh(input, mesh)
+    x, momentum, eps = on_mesh(input, mesh), real(momentum), real(eps)
     rows = _rows_of(x, x.shape[1])
     if rows.count == 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {x.shape}")
@@ -341,7 +350,9 @@ def _over_samples(value: Tensor, x: ShardTensor, rows: Rows) -> Tensor:
 
 def _last_dims(x: ShardTensor, normalized_shape: Any, **numbers: Any) -> tuple[int, ...]:
     """Return the dims to normalise; refuse numbers of another shape, which would broadcast."""
-    shape = normalized_shape if type(normalized_shape) is tuple else int_list(normalized_shape)
+    shape = normalized_shape
+    if type(shape) is not tuple or any(n.__class__ is not int for n in shape):
+        shape = int_list(shape)
     if not shape or tuple(x.shape[x.ndim - len(shape) :]) != shape:
         raise RuntimeError(
             f"Given normalized_shape={list(shape)}, expected input with shape {['*', *shape]}, "
@@ -380,7 +391,7 @@ def layer_norm(
 ) -> Any:
     """Normalise over the last dims. Collective where one of them is sharded."""
     mesh = mesh_of((input, weight, bias))
-    x = on_mesh(input, mesh)
+    x, eps = on_mesh(input, mesh), real(eps)
     dims = _last_dims(x, normalized_shape, weight=weight, bias=bias)
     _require_dtype(x, weight=weight, bias=bias)
     over = reduced(x.sharding, dims).over
@@ -406,7 +417,7 @@ def layer_norm(
 def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
     """Divide by the root mean square over the last dims. Collective where one of them is sharded."""
     mesh = mesh_of((input, weight))
-    x = on_mesh(input, mesh)
+    x, eps = on_mesh(input, mesh), None if eps is None else real(eps)
     dims = _last_dims(x, normalized_shape, weight=weight)
     plan = reduced(x.sharding, dims, True)
     if not plan.over:

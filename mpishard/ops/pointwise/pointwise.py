@@ -300,7 +300,7 @@ def _where_rule(func: Any) -> Callable[..., Any]:
     plain = _rule(func)
 
     def rule(*args: Any, **kwargs: Any) -> Any:
-        if len(args) + len(kwargs) == 1:
+        if len(args) + len(kwargs) == 1 and func is not torch.Tensor.where:
             return torch.nonzero(*args, *kwargs.values(), as_tuple=True)
         return plain(*args, **kwargs)
 

@@ -272,8 +272,10 @@ def bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> ShardTenso
     if p is None:
         p = x = _checked(_check_probabilities, x)
     drawn = _probabilities(x, p, x.block.dtype, generator)
-    # of probabilities, a zero gradient, as in torch
-    return wrap(drawn + 0 * x.block if p is x else drawn, x.sharding, x.mesh)
+    if differentiated(x):  # a zero gradient, as in torch
+        every = torch.ones((), dtype=torch.bool, device=x.block.device)
+        drawn = drawn + torch.masked_fill(x.block, every, 0)
+    return wrap(drawn, x.sharding, x.mesh)
 
 
 @draws(torch.normal)

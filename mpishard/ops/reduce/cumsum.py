@@ -16,7 +16,7 @@ from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.layout import Layout, layout_of, sizes_of
 from mpishard.layout.stencil import Sliding, windows
-from mpishard.ops.rule.dim import normal_dim, whole_along
+from mpishard.ops.rule.dim import normal_dim, strict_int, whole_along
 from mpishard.ops.rule.empty_block import filled, scanned, unfilled
 from mpishard.ops.rule.reduction import HALVES, reduced, stacked, worst
 from mpishard.tensor.operand import moved, resolved
@@ -163,6 +163,7 @@ def _shortened(x: ShardTensor, dim: int, cells: int, local: Callable[[Tensor], T
 @implements(torch.diff, torch.Tensor.diff, sharded="halo")
 def diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> ShardTensor:
     """Differences of neighbours along a dim, ``n`` times. Neighborwise collective where it is sharded."""
+    n = strict_int(n)
     if n < 0:
         raise RuntimeError(f"order must be non-negative but got {n}")
     if not input.ndim:

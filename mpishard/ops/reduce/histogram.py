@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mpishard.autograd.graph import underivable
 from mpishard.comm.collective import blocking
-from mpishard.ops.rule.dim import gathered, plain, require_dtype, whole_along, without
+from mpishard.ops.rule.dim import gathered, plain, require_dtype, strict_int, whole_along, without
 from mpishard.ops.rule.whole import whole
 from mpishard.tensor.operand import fitted, mesh_of, moved, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import implements, spellings
@@ -86,7 +86,7 @@ def histogram(
 @implements(torch.bincount, torch.Tensor.bincount, sharded="reduction")
 def bincount(input: ShardTensor, weights: Any = None, minlength: int = 0) -> ShardTensor:
     """Count (or weigh) every value of a vector of integers. Collective: small all-reduces; the cells stay."""
-    x = on_mesh(input, mesh_of((input, weights)))
+    x, minlength = on_mesh(input, mesh_of((input, weights))), strict_int(minlength)
     require_dtype(x, torch.bincount)
     lo, hi = _range(x)
     if x.ndim != 1 or lo < 0:

@@ -174,9 +174,10 @@ def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     """Cosine between vectors along a dim. Collective where it is sharded."""
     mesh = mesh_of((x1, x2))
     common = torch.result_type(x1, x2)
-    if not (common.is_floating_point or common.is_complex):
+    if not common.is_floating_point:
         raise RuntimeError(f"expected common dtype to be floating point, yet common dtype is {common}")
-    x1, x2 = x1.to(common), x2.to(common)
+    # of floats, each norm is rounded as its own operand
+    x1, x2 = (t if t.is_floating_point() else t.to(common) for t in (x1, x2))
     a, b = torch.broadcast_tensors(x1, x2) if tuple(x1.shape) != tuple(x2.shape) else (x1, x2)
     a, b = (t if isinstance(t, ShardTensor) else _like(t, a if isinstance(a, ShardTensor) else b, mesh) for t in (a, b))
     sizes = [_at_least(_norm(t, 2, dim, True), eps) for t in (a, b)]

@@ -98,6 +98,8 @@ def _dim_and_correction(args: Any, kwargs: Any, func: Any) -> tuple[Any, Any, bo
     dim, keepdim = dim_and_keepdim(args, kwargs, func)
     if None not in (correction, unbiased):
         func(torch.zeros(2, device="cpu"), correction=correction, unbiased=unbiased)  # raises torch's own error
+    elif correction.__class__ not in (int, float, type(None)):
+        func(torch.zeros(2, device="cpu"), correction=correction)  # as well
     if correction is None:
         correction = 1 if unbiased is None else int(unbiased)
     return dim, correction, keepdim

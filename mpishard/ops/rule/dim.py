@@ -419,6 +419,17 @@ def strict_int(number: Any) -> int:
     return integer(number)
 
 
+def real(number: Any) -> float:
+    """Return an argument that is one float, or raise what torch does: kernels see it on ranks with cells alone.
+
+    Not collective.
+    """
+    if number.__class__ is float:
+        return number  # type: ignore[no-any-return]
+    torch.layer_norm(torch.zeros(1, device="cpu"), (1,), None, None, number)
+    return float(number)
+
+
 def int_list(given: Any) -> tuple[int, ...]:
     """Return the numbers of an argument that torch takes as a tuple or a list alone. Not collective."""
     if not isinstance(given, (tuple, list)):

@@ -9,7 +9,6 @@ window.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from mpishard.comm.exchange.window import WindowOp
 from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Each, Layout, bounds, layout_of, moved_borders, sizes_of
 from mpishard.layout.stencil import pairs
-from mpishard.ops.rule.dim import frozen, on_domain
+from mpishard.ops.rule.dim import frozen, integer, on_domain
 from mpishard.ops.window.planes import cropped, on_planes
 from mpishard.ops.window.taps import LINEAR, NEAREST, Along, Taps
 from mpishard.tensor.operand import resolved
@@ -126,7 +125,7 @@ def interpolate(
     ndim = x.ndim - 2
     extents = frozen(size, ndim)
     if type(extents) is tuple:
-        extents = tuple(map(operator.index, extents))
+        extents = tuple(map(integer, extents))
     request = _Request(
         extents, frozen(scale_factor, ndim), mode, align_corners, bool(recompute_scale_factor), bool(antialias)
     )
