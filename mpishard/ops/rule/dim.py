@@ -414,6 +414,8 @@ def integer(number: Any) -> int:
 
 def strict_int(number: Any) -> int:
     """Return an int that may be no size, as that of a dim: of no arrays or tensors with dims either. Not collective."""
+    if number.__class__ is int:
+        return number  # type: ignore[no-any-return]
     if isinstance(number, np.ndarray) or (isinstance(number, Tensor) and number.ndim):
         raise TypeError(f"must be int, not {type(number).__name__}")
     return integer(number)
