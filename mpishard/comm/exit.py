@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from mpi4py import MPI
 
 from mpishard.comm.environment import switch
+from mpishard.comm.main_thread import require_allowed
 from mpishard.errors import MeshError, UnsupportedOperationError
 
 _PID = os.getpid()
@@ -169,7 +170,10 @@ def first() -> bool:
 
 
 def require_mpi(what: str) -> None:
-    """Raise where MPI is not up: its own calls would end the process; nor in a forked child. Not collective."""
+    """Raise where MPI is not up, its own calls would end the process; and where a child or thread must not call it.
+
+    Not collective.
+    """
     if os.getpid() != _PID:
         # what it sends would be taken for its parent's
         raise UnsupportedOperationError(
@@ -185,6 +189,7 @@ def require_mpi(what: str) -> None:
             got="MPI is finalized" if MPI.Is_initialized() else "MPI is not initialised",
             fix="let the host call MPI_Init_thread first; without a host, leave mpi4py.rc.initialize True",
         )
+    require_allowed(what)
 
 
 class _child:  # noqa: N801 (one of them)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from threading import get_ident
 from typing import Any
 
+from mpishard.comm.main_thread import require_allowed
 from mpishard.errors import UnsupportedOperationError
 
 _PID = os.getpid()
@@ -49,6 +50,7 @@ class Owner:
                 got=f"a call in thread {mine.name!r}",
                 fix="wait for it first",
             )
+        require_allowed("a thread communicates")
         if other := _of_python(self.ident):
             raise UnsupportedOperationError(
                 "two threads communicate on one mesh",

@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from mpishard.comm import guard
+from mpishard.comm import guard, main_thread
 from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.channel import Channel, Parcel
 from mpishard.comm.coupling.greeting import accept, greet, meet_peers, order_of
@@ -64,6 +64,7 @@ class Link:
     ) -> None:
         self._circle = circle = meeting.circle
         self._close = call_of(CLOSE, serial)
+        self._main_only = main_thread.main_only()
         self.other = other
         wrong: Exception | None = None
         error: MpishardError | None = None
@@ -176,6 +177,8 @@ class Link:
         """
         if (outlet := self._outlet) is None or self._closed or self._error is not None:
             raise self._unusable("put", "out")
+        if self._main_only:
+            main_thread.require_allowed("put")
         blocks, error = self._blocks(0, self.out)
         try:
             return outlet.put(blocks, error)
@@ -202,6 +205,8 @@ class Link:
         """
         if (inlet := self._inlet) is None or self._closed or self._error is not None:
             raise self._unusable("get", "into")
+        if self._main_only:
+            main_thread.require_allowed("get")
         blocks, error = self._blocks(1, self.into)
         try:
             if self._outlet is not None:
@@ -227,6 +232,8 @@ class Link:
         """
         if self._closed:
             return
+        if self._main_only:
+            main_thread.require_allowed("close")
         self._closed = True
         _open.discard(self)
         if self._error is not None:

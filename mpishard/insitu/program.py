@@ -8,6 +8,7 @@ from typing import Any
 from mpishard.comm import guard
 from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.meeting import Meeting, meet
+from mpishard.comm.main_thread import require_allowed
 from mpishard.errors import MpishardError, PeerError, UnsupportedOperationError
 from mpishard.insitu.link import Link
 
@@ -83,6 +84,7 @@ class Program:
         >>> me = ms.insitu.join("solver")
         >>> link = me.connect("model", out={"u": u}, into={"tau": tau}, policy="block", depth=2, timeout=60)
         """
+        require_allowed("connect")
         error: MpishardError | None = None
         if not isinstance(other, str) or other not in self._counts:
             error = PeerError(

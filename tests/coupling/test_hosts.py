@@ -66,6 +66,15 @@ def test_a_model_on_the_ranks_of_c(programs, compiled, tmp_path):
         assert part != "all" or done.stdout.count("LEARNED") == ranks
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_threads_in_which_mpi_allows_no_call(programs, compiled, tmp_path, ranks):
+    """Of a program with a model on its ranks, and of one without."""
+    host = compiled(HERE / "threads.c", tmp_path / "host")
+    done = programs((ranks, [host, "a", "b", "single", "copy:copy"]), (1, [host, "b", "a", "funneled"]))
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("TOLD") == ranks + 1, done.stdout
+
+
 def test_a_model_on_the_ranks_of_fortran(programs, compiled, tmp_path):
     host = compiled(HERE / "embedded.f90", tmp_path / "host")
     done = programs((2, [host, HERE]))

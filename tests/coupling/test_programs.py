@@ -166,6 +166,49 @@ def test_who_gives_up_when_all_have_come_has_joined(programs, compiled, tmp_path
     assert done.stdout.count("JOINED") == 2 * ranks, done.stdout
 
 
+THREAD = """
+import threading
+import mpi4py
+mpi4py.rc.thread_level = LEVEL
+import mpishard as ms
+from mpi4py import MPI
+from mpishard.errors import UnsupportedOperationError
+assert MPI.Query_thread() < MPI.THREAD_SERIALIZED
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+name, other = ("solver", "model") if rank else ("model", "solver")
+me = ms.insitu.join(name)
+mesh = ms.init_mesh((-1,), ("x",), comm=me.comm)
+x = ms.zeros(6, mesh=mesh, placements=(ms.Shard(0),))
+link = me.connect(other, **{"out" if rank else "into": {"x": x}})
+def in_a_thread():
+    for call in (
+        lambda: ms.insitu.join(name), lambda: ms.init_mesh((-1,), comm=me.comm), lambda: me.connect(other, {"x": x}),
+        link.put if rank else link.get, link.close, *[lambda: x.sum().item()] * (mesh.size > 1),
+    ):
+        try:
+            call()
+        except UnsupportedOperationError as e:
+            assert "MPI allows no call in this thread" in str(e), e
+        else:
+            raise AssertionError
+    print("TOLD", flush=True)
+one = threading.Thread(target=in_a_thread)
+one.start()
+one.join()
+x.to_local().fill_(2.0)
+with link:
+    assert link.put() if rank else link.get() == 0
+    assert x.sum().item() == 12
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_threads_in_which_mpi_allows_no_call(programs, ranks):
+    done = programs((ranks, THREAD.replace("LEVEL", repr("single" if ranks == 2 else "funneled"))))
+    ended_well(done)
+    assert done.stdout.count("TOLD") == ranks, done.stdout
+
+
 NO_MEMORY = """
 import os
 import sys

@@ -337,6 +337,7 @@ int mps_release(mps_handle *handle)
     void *object = object_of(*handle, kind);
     if (object == NULL) return fail(MPS_ERR_ORDER, "release: not a handle of mpishard, or one that was released");
     MPI_Finalized(&over);
+    if (!over && (status = mpi_ready())) return status;
     if (python_release != NULL && !over) status = python_release(kind, object);
     if (kind == OBJECT_SIM) {
         sim_t *sim = object;

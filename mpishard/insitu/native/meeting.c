@@ -37,9 +37,16 @@ int mpi_ready(void)
     int begun = 0, over = 0;
     MPI_Initialized(&begun);
     MPI_Finalized(&over);
-    if (begun && !over) return MPS_OK;
-    return fail(MPS_ERR_MPI, "MPI is %s\n  expected: MPI_Init before, MPI_Finalize after all calls of mpishard",
-                over ? "finalized" : "not initialised");
+    if (!begun || over)
+        return fail(MPS_ERR_MPI, "MPI is %s\n  expected: MPI_Init before, MPI_Finalize after all calls of mpishard",
+                    over ? "finalized" : "not initialised");
+    int level, main = 1;
+    MPI_Query_thread(&level);
+    if (level < MPI_THREAD_SERIALIZED) MPI_Is_thread_main(&main);
+    if (main) return MPS_OK;
+    return fail(MPS_ERR_ORDER, "MPI allows no call in this thread\n  expected: the thread that initialised MPI\n  got:      another one, with %s\n"
+                "  fix:      call from that thread, or initialise MPI by MPI_Init_thread with MPI_THREAD_SERIALIZED or more",
+                level == MPI_THREAD_SINGLE ? "MPI_THREAD_SINGLE" : "MPI_THREAD_FUNNELED");
 }
 
 void ranks_add(ranks_t *ranks, int rank)

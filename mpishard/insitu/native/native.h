@@ -53,7 +53,7 @@ void cells_copy(char *array, const int64_t *strides, const box_t *box, int ndim,
 
 int fail(int status, const char *format, ...);
 int mpi_failed(int code, const char *what);
-int mpi_ready(void);
+int mpi_ready(void); /* and this thread one that may call it */
 
 /* how a text names ranks, as mpishard/errors.py does: "rank 3", "ranks 3, 7-12 and 40" */
 enum { LISTED = 16 };
