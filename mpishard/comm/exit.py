@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 from mpi4py import MPI
 
 from mpishard.comm.environment import switch
-from mpishard.comm.main_thread import require_allowed
 from mpishard.errors import MeshError, UnsupportedOperationError
 
 _PID = os.getpid()
@@ -189,6 +188,8 @@ def require_mpi(what: str) -> None:
             got="MPI is finalized" if MPI.Is_initialized() else "MPI is not initialised",
             fix="let the host call MPI_Init_thread first; without a host, leave mpi4py.rc.initialize True",
         )
+    from mpishard.comm.main_thread import require_allowed  # a file less for `import mpishard`
+
     require_allowed(what)
 
 
