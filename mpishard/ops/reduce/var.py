@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -99,7 +100,9 @@ def _dim_and_correction(args: Any, kwargs: Any, func: Any) -> tuple[Any, Any, bo
     if None not in (correction, unbiased):
         func(torch.zeros(2, device="cpu"), correction=correction, unbiased=unbiased)  # raises torch's own error
     elif correction.__class__ not in (int, float, type(None)):
-        func(torch.zeros(2, device="cpu"), correction=correction)  # as well
+        with warnings.catch_warnings():  # of two cells, it may be too many
+            warnings.simplefilter("ignore")
+            func(torch.zeros(2, device="cpu"), correction=correction)  # as well
     if correction is None:
         correction = 1 if unbiased is None else int(unbiased)
     return dim, correction, keepdim
