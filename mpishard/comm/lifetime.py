@@ -229,6 +229,16 @@ def _reclaim(members: Members, comm: MPI.Intracomm) -> None:
         _free(mine.pop(number))
 
 
+# with messages that nobody will take: MPI would give their context to another communicator, which then finds them
+_littered: list[MPI.Comm] = []
+
+
+def never_free(comm: MPI.Comm) -> None:
+    """Keep a communicator in which messages may be left for good, also where its mesh is freed. Not collective."""
+    if comm not in _littered:
+        _littered.append(comm)
+
+
 # called with communicators that all of their ranks are about to free
 before_free: list[Callable[[list[MPI.Comm]], None]] = []
 
@@ -238,7 +248,9 @@ def _free(comms: list[MPI.Comm]) -> None:
         settle(comms)
     thread.disown(comms)
     while comms:
-        comms.pop().Free()
+        comm = comms.pop()
+        if comm not in _littered:
+            comm.Free()
 
 
 def _release(releases: list[Callable[[], None]], resources: weakref.WeakSet[Any] | list[Any]) -> None:
