@@ -221,7 +221,10 @@ def test_numbers_that_are_one_key(name, seed):
     require_alike({name: KEYED[name]}, numbers, f"{name} {seed}")
 
 
-SCORES = lambda x: x[:, :1].abs() + torch.ones(3, dtype=x.dtype)  # noqa: E731 (as the rest)
+def scores(x):
+    return x[:, :1].abs() + torch.ones(3, dtype=x.dtype)
+
+
 UNALIKE = {
     "where of nothing": lambda x, _: x.where(),
     "an array of places": lambda x, _: x.tensor_split(np.array([1])),
@@ -238,7 +241,7 @@ UNALIKE = {
     "an array of floats": lambda x, _: x[np.array([1.0])],
     "NaN as index": lambda x, _: x[[float("nan")]],
     "a mean without a variance": lambda x, _: F.instance_norm(x[None], x.new_ones(4), None),
-    "a variance without a mean": lambda x, _: F.batch_norm(SCORES(x), None, x.new_ones(3), training=True),
+    "a variance without a mean": lambda x, _: F.batch_norm(scores(x), None, x.new_ones(3), training=True),
     "uint8 and floats": lambda x, _: F.hinge_embedding_loss(x.to(torch.uint8), x),
     "uint8 and floats, summed": lambda x, _: F.hinge_embedding_loss(x.to(torch.uint8), x, reduction="sum"),
     "one matrix": lambda x, _: torch.chain_matmul(x),

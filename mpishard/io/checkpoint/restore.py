@@ -25,7 +25,7 @@ from mpishard.io.checkpoint.folder import TENSORS, damaged, read_state
 from mpishard.io.checkpoint.snapshot import own_generators, rows_of, stored_dtype, the_mesh
 from mpishard.io.checkpoint.stages import Stages
 from mpishard.io.checkpoint.state import DTYPES, Keys, decode, encode, items
-from mpishard.io.file.dtype import NUMPY, settled
+from mpishard.io.file.dtype import NUMPY, plain_bools
 from mpishard.io.file.open import check_sources, found, opened
 from mpishard.io.file.parts import files_at, narrowed
 from mpishard.io.file.trust import check_memory, shown
@@ -383,7 +383,7 @@ def _plain(path: Path, file: Any, name: str, info: _Info, mesh: CartMesh, group:
                 dataset.read_direct(x.numpy())
             sums = tile_sums(x, replicated_layout(mesh, info.shape), mesh.coords)
             error = _wrong(path, name, info, sums)
-            settled(x)
+            plain_bools(x)
     except FileError as e:
         error = e if "load_checkpoint" in str(e) else damaged(path, str(e))
     except Exception as e:  # noqa: BLE001 (of a damaged file h5py raises anything)

@@ -66,7 +66,7 @@ def numpy_dtype(dtype: torch.dtype, name: str) -> np.dtype[Any]:
         raise unsupported(f"write: {name!r}", dtype) from None
 
 
-def settled(x: Tensor) -> Tensor:
+def plain_bools(x: Tensor) -> Tensor:
     """Return what was read, with bools that are 0 or 1 in memory: torch counts other bytes as they are.
 
     Not collective; written in place.

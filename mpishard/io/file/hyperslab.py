@@ -14,7 +14,7 @@ from torch import Tensor
 from mpishard.comm.device.driver import host_tensor
 from mpishard.comm.memory.buffer import is_dense
 from mpishard.io.file.cf import Decoding
-from mpishard.io.file.dtype import NUMPY, SIGNED, settled
+from mpishard.io.file.dtype import NUMPY, SIGNED, plain_bools
 from mpishard.io.file.open import import_h5py
 from mpishard.io.file.selection import Axis
 from mpishard.layout import Run
@@ -148,7 +148,7 @@ class BlockReader:
 
     def _place(self, piece: Hyperslab, part: np.ndarray[Any, Any]) -> None:
         native = part.astype(self.stored.newbyteorder("="), copy=False)
-        cells = settled(torch.from_numpy(native)).view([r.count if r.step else 1 for r in piece.runs])
+        cells = plain_bools(torch.from_numpy(native)).view([r.count if r.step else 1 for r in piece.runs])
         if self.decoding is not None:
             cells = self.decoding(cells, self.out.dtype)
         flipped = [d for d, r in enumerate(piece.runs) if r.step < 0]

@@ -26,7 +26,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError
 from mpishard.io.checkpoint.snapshot import state_of
 from mpishard.io.checkpoint.state import DTYPES
-from mpishard.io.file.dtype import settled
+from mpishard.io.file.dtype import plain_bools
 from mpishard.io.file.trust import absolute, check_memory, is_inside, open_regular, read_bounded, shown, told
 from mpishard.io.foreign.inert_pickle import Name, Pairs, Record, RefusedError, read
 from mpishard.tensor import ShardTensor, wrap
@@ -210,7 +210,7 @@ class _Stored:
             part, into = self._cells(name, start, sizes, dtype), out
             for dim, ((lo, hi), s, (at, _)) in enumerate(zip(common, start, box)):
                 part, into = part.narrow(dim, lo - s, hi - lo), into.narrow(dim, lo - at, hi - lo)
-            into.copy_(settled(part))
+            into.copy_(plain_bools(part))
         out = out.to(like.device)
         return wrap(out, layout, like.mesh) if sharded else out  # type: ignore[attr-defined]
 

@@ -160,9 +160,8 @@ def _added_rule(name: str, labels: tuple[Labels, ...], result: Labels, product: 
         dtype = y.dtype
         whole_numbers = not (dtype.is_floating_point or dtype.is_complex)
         truths = isinstance(alpha, bool) or isinstance(beta, bool)
-        if (
-            input.dtype != dtype or whole_numbers or truths or autocast_enabled(y.device.type)
-        ):  # torch casts, or refuses
+        # torch casts, or refuses
+        if input.dtype != dtype or whole_numbers or truths or autocast_enabled(y.device.type):
             dtype = whole(*map(_tiny, (input, a, b), (len(result), *map(len, labels))), beta=beta, alpha=alpha).dtype
             whole_numbers = not (dtype.is_floating_point or dtype.is_complex)
             y = y.to(dtype)

@@ -195,7 +195,7 @@ def _areas(y: Any, x: Any, dim: int) -> tuple[Any, int]:
     if x is None:
         return sums, dim
     if x.dtype == torch.bool:
-        raise RuntimeError("trapezoid: received a bool input for `x` or `y`, but bool is not supported")
+        raise NotImplementedError("trapezoid: received a bool input for `x` or `y`, but bool is not supported")
     if x.ndim == 1:
         return sums * torch.diff(x).reshape(-1, *[1] * (y.ndim - 1 - dim)), dim
     return sums * torch.diff(x, dim=dim - y.ndim), dim
