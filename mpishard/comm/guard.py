@@ -22,6 +22,7 @@ from mpishard import errors
 from mpishard.comm import caller, disagreement, in_flight
 from mpishard.comm.environment import switch
 from mpishard.comm.exit import GRACE_S, end, place, say_at_end, say_for_node
+from mpishard.comm.interruption import wait_interrupted
 from mpishard.comm.lookout import Peers, lookouts, wait_watchfully
 from mpishard.comm.null import NullComm
 from mpishard.comm.thread import owner_of
@@ -223,15 +224,18 @@ def _meet(request: MPI.Request, comm: MPI.Intracomm, op: str) -> None:
     """Wait for all ranks; raise where one sends this rank a message instead."""
     status, since = MPI.Status(), 0.0
     patience_s = min(_MEET_S, TIMEOUT_S / 2) if TIMEOUT_S > 0 else _MEET_S
-    while not request.Test():
-        if comm.Iprobe(MPI.ANY_SOURCE, SINGLE, status):
-            since = since or time.monotonic()
-            if time.monotonic() - since > patience_s:
-                peer = status.Get_source()
-                in_flight.left.append(request)
-                told = [(op, comm.Get_rank()), (comm.recv(None, peer, SINGLE), peer)]
-                raise _desync([disagreement.Kind(text, 0, 1, [(rank, rank)]) for text, rank in told])
-        os.sched_yield()
+    try:
+        while not request.Test():
+            if comm.Iprobe(MPI.ANY_SOURCE, SINGLE, status):
+                since = since or time.monotonic()
+                if time.monotonic() - since > patience_s:
+                    peer = status.Get_source()
+                    told = [(op, comm.Get_rank()), (comm.recv(None, peer, SINGLE), peer)]
+                    raise _desync([disagreement.Kind(text, 0, 1, [(rank, rank)]) for text, rank in told])
+            os.sched_yield()
+    except BaseException:
+        in_flight.left.append(request)
+        raise
 
 
 def common(error: E, comm: MPI.Comm) -> E:
@@ -319,15 +323,18 @@ class waiting:  # noqa: N801 (reads as a verb: `with waiting(...)`)
                 self.__exit__(type(error), error, None)
                 raise
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         op, peers, comm = _live.pop(self)
         if _untold:
             _untold.pop(self, None)
         if meters:
             for meter in meters:
                 meter.leave()
-        if isinstance(error, MPI.Exception):
-            raise _failed(error, op, peers, comm) from None
+        if error is not None:
+            if isinstance(error, MPI.Exception):
+                raise _failed(error, op, peers, comm) from None
+            if not isinstance(error, MpishardError):
+                wait_interrupted(op, error, peers, comm)
 
 
 def _failed(error: MPI.Exception, op: str, peers: Peers, comm: MPI.Comm | None) -> DesyncError:

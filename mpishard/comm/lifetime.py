@@ -36,7 +36,7 @@ Members = tuple[int, bytes]
 
 _made: dict[Members, int] = {}
 # dropped on this rank, not yet known to be dropped on all
-_dropped: dict[Members, dict[int, list[MPI.Comm]]] = {}
+_dropped: dict[Members, dict[int, tuple[thread.Owner, list[MPI.Comm]]]] = {}
 _living: weakref.WeakSet[Holding] = weakref.WeakSet()
 # each frees what is garbage, and was found in a thread that must not
 _garbage: deque[Callable[[], None]] = deque()
@@ -78,7 +78,9 @@ class Holding:
         self.owner = thread.Owner()
         self.number = 0
         self.freed = False
-        self._drop = weakref.finalize(self, _dropping, members, number, self.comms, self.releases, self.resources)
+        self._drop = weakref.finalize(
+            self, _dropping, members, number, self.owner, self.comms, self.releases, self.resources
+        )
         self._drop.atexit = False
         if not _watched:
             _watched = True
@@ -100,7 +102,7 @@ class Holding:
         free_discarded()
         self._drop.detach()
         if exit.alive():
-            _free(self.comms)
+            _free(self.owner, self.comms)
 
 
 def discard(free: Callable[[], None]) -> None:
@@ -203,18 +205,19 @@ def family_of(comm: MPI.Comm) -> list[MPI.Comm]:
 def _dropping(
     members: Members,
     number: int,
+    owner: thread.Owner,
     comms: list[MPI.Comm],
     releases: list[Callable[[], None]],
     resources: weakref.WeakSet[Any],
 ) -> None:
     # nobody else may hold the resources until it is their turn
-    discard(partial(_put_aside, members, number, comms, releases, list(resources)))
+    discard(partial(_put_aside, members, number, owner, comms, releases, list(resources)))
 
 
-def _put_aside(members: Members, number: int, comms: list[MPI.Comm], *local: Any) -> None:
+def _put_aside(members: Members, number: int, owner: thread.Owner, comms: list[MPI.Comm], *local: Any) -> None:
     _release(*local)
     thread.disown(comms)
-    _dropped.setdefault(members, {})[number] = comms
+    _dropped.setdefault(members, {})[number] = owner, comms
 
 
 def _reclaim(members: Members, comm: MPI.Intracomm) -> None:
@@ -222,34 +225,26 @@ def _reclaim(members: Members, comm: MPI.Intracomm) -> None:
     mine = _dropped.get(members, {})
     # by number, and there are as many as all these ranks have made
     dropped = np.zeros(_made.get(members, 0) + 1, np.uint8)
-    dropped[list(mine)] = 1
+    # what one rank must keep, all keep
+    dropped[[number for number, (owner, _) in mine.items() if not owner.littered]] = 1
     everywhere = np.empty_like(dropped)
     comm.Allreduce(dropped, everywhere, MPI.MIN)
     for number in np.flatnonzero(everywhere).tolist():
-        _free(mine.pop(number))
-
-
-# with messages that nobody will take: MPI would give their context to another communicator, which then finds them
-_littered: list[MPI.Comm] = []
-
-
-def never_free(comm: MPI.Comm) -> None:
-    """Keep a communicator in which messages may be left for good, also where its mesh is freed. Not collective."""
-    if comm not in _littered:
-        _littered.append(comm)
+        _free(*mine.pop(number))
 
 
 # called with communicators that all of their ranks are about to free
 before_free: list[Callable[[list[MPI.Comm]], None]] = []
 
 
-def _free(comms: list[MPI.Comm]) -> None:
+def _free(owner: thread.Owner, comms: list[MPI.Comm]) -> None:
     for settle in before_free:
         settle(comms)
     thread.disown(comms)
     while comms:
         comm = comms.pop()
-        if comm not in _littered:
+        # or MPI would give its context, free on all ranks, to another one, which would find the messages
+        if not owner.littered:
             comm.Free()
 
 
@@ -274,12 +269,13 @@ def _compare_ends() -> None:
         return
     free_discarded()
     # what is freed, all have freed together: every rank has the same meshes here, alive or dropped
-    ends = {holding.place: holding.comms for holding in list(_living)}
-    ends |= {(members, number): comms for members, own in _dropped.items() for number, comms in own.items()}
+    ends = {holding.place: (holding.owner, holding.comms) for holding in list(_living)}
+    ends |= {(members, number): one for members, own in _dropped.items() for number, one in own.items()}
     try:
         for place in sorted(ends):
-            if ends[place]:
-                guard.check(ends[place][0], "the end of the program")  # type: ignore[arg-type]
+            owner, comms = ends[place]
+            if comms and not owner.left:
+                guard.check(comms[0], "the end of the program")  # type: ignore[arg-type]
     except DesyncError as e:
         exit.say(f"[{exit.place()}] {e}\n")
         exit.abort(1)

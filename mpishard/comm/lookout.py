@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from threading import get_ident
+from typing import Any
 
 from mpi4py import MPI
 
@@ -50,12 +51,17 @@ def wait_watchfully(check: Callable[[], None], peers: Peers, comm: MPI.Comm | No
             while not look():
                 check()
         except BaseException:
-            for request in requests[:receives]:
-                if not request.Get_status():
-                    request.Cancel()
-                    request.Wait()
+            cancel(requests[:receives])
             raise
     elif not peers and comm is not None:
         barrier = comm.Ibarrier()  # type: ignore[attr-defined]
         while not barrier.Test():
             check()
+
+
+def cancel(receives: Sequence[Any]) -> None:
+    """Have MPI write no more to where messages were to come. Not collective."""
+    for request in receives:
+        if request and not request.Get_status():
+            request.Cancel()
+            request.Wait()

@@ -9,7 +9,7 @@ from threading import get_ident
 from typing import Any
 
 from mpishard.comm.main_thread import require_allowed
-from mpishard.errors import UnsupportedOperationError
+from mpishard.errors import MeshError, UnsupportedOperationError
 
 _PID = os.getpid()
 
@@ -18,16 +18,28 @@ class Owner:
     """The thread that communicates on the communicators of a mesh: the first one that does, until it ends.
 
     While ``lent`` is a name, only a `guest` does, who is called so.
+
+    Attributes
+    ----------
+    left : str
+        What has interrupted a call: nobody communicates any more.
+    littered : bool
+        Whether messages may lie in these communicators that nobody will take.
     """
 
-    __slots__ = ("ident", "lent")
+    __slots__ = ("ident", "left", "lent", "littered")
 
     def __init__(self) -> None:
-        self.ident, self.lent = 0, ""
+        self.ident, self.lent, self.left, self.littered = 0, "", "", False
 
     def lend(self, to: str = "") -> None:
         """Leave the mesh to a `guest`, or take it back. Not collective."""
         self.ident, self.lent = 0, to
+
+    def leave(self, why: str) -> None:
+        """Let nobody communicate any more. Not collective."""
+        self.ident, self.littered = -1, True
+        self.left = self.left or why
 
     def change(self) -> None:
         """Let the current thread communicate, or raise. Not collective."""
@@ -37,6 +49,14 @@ class Owner:
                 expected="calls on the ranks of the mesh",
                 got=f"process {os.getpid()}, a child of {_PID}",
                 fix="let children compute or read only, and communicate where the mesh was made",
+            )
+        if self.left:
+            raise MeshError(
+                "mesh used after a call on it was interrupted",
+                expected="that nothing catches what interrupts a call that communicates",
+                got=f"{self.left}: what it left under way would meet later calls",
+                fix="end the program, or go on from a checkpoint on a new mesh; to save at a signal, ask "
+                "mpishard.io.preemption on all ranks",
             )
         if get_ident() in _guests:
             return

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpishard.comm import guard
-from mpishard.comm.lifetime import never_free
+from mpishard.comm.interruption import litter
 from mpishard.comm.mesh import Group
 from mpishard.errors import MpishardError, UnsupportedOperationError
 
@@ -65,7 +65,7 @@ class UserCalls:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         guard.release(self)
         if error is not None and self.travels and not guard.is_common(error):
-            never_free(self._group.comm)
+            litter(self._group.comm)
             self._group.links[_LEFT] = f"{type(error).__name__} inside an earlier one"
 
 

@@ -110,7 +110,9 @@ def looking(recorder: Recorder) -> Iterator[None]:
         begin(self, op, peers, comm)
         recorder.wait_begins(op)
 
-    def __exit__(self: guard.waiting, kind: object, error: object, trace: object) -> None:  # noqa: N807
+    def __exit__(  # noqa: N807
+        self: guard.waiting, kind: object, error: BaseException | None, trace: object
+    ) -> None:
         recorder.wait_ends()
         end(self, kind, error, trace)
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mpishard as ms
 from mpishard.comm import guard
 from mpishard.comm.torch_distributed import process_group
+from mpishard.comm.torch_distributed.call import Calls
 from tests.compare import assert_loads
 
 WORLD = MPI.COMM_WORLD
@@ -661,3 +662,21 @@ def test_a_rank_that_torch_calls_another():
     options = SimpleNamespace(global_ranks_in_group=[], group_rank=RANK + wrong, group_size=SIZE)
     with pytest.raises(ms.MeshError, match="other ranks than MPI's"):
         process_group._create(options, process_group._Over(WORLD))
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_group_whose_call_was_interrupted_is_used_no_more(world, monkeypatch):
+    """Ctrl-C that all ranks catch: the next call would have met what this one left under way."""
+    group, x = dist.new_group(), torch.ones(3)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Calls, "_started", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            dist.broadcast(x, 0, group=group)
+    with pytest.raises(ms.DesyncError, match="KeyboardInterrupt inside broadcast"):
+        dist.all_reduce(x, group=group)
+    dist.all_reduce(x)
+    assert x.tolist() == [SIZE] * 3

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mpishard.comm import counter, guard
 from mpishard.comm.collective import transfer
+from mpishard.comm.interruption import under_way
 from mpishard.comm.memory import buffer
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.tag import crossed, hashed
@@ -102,7 +103,7 @@ class Banded:
         out = transfer.empty(x, self._shape, self._inner)
         into, filled = out.permute(self._order), []
         posted = transport.post(sends, recvs, self._text, self._tag, at_most=True, bulk=True)
-        try:
+        with under_way(_OP, self._mesh.comm, posted.wait):
             if self._plan.local is not None:
                 source, target = self._plan.local
                 (a, b), at, count = source[cut], target[whole][0] + lo, x.shape[whole]
@@ -110,8 +111,6 @@ class Banded:
                 # as in `run_transfer`: turned round where the cells of a row are not far apart
                 into.narrow(self._along, at, count).copy_(cells.contiguous() if self._sent else cells)
                 filled.append((at, at + count))
-        finally:
-            posted.wait()
         self._unpack(recvs, posted.lengths(), into, filled)
         _fill_rest(out, whole, filled)
         return out

@@ -12,6 +12,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpishard.comm import counter, guard, thread, traced
+from mpishard.comm.interruption import under_way
 from mpishard.comm.memory.buffer import address, pieces
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.tag import Flight, hashed
@@ -94,10 +95,8 @@ def run_transfer(
     if counter.active:
         counter.record(op, len(sends), sum(block.nbytes for _, block in sends))
     posted = transport_of(mesh.all_ranks, x).post(sends, recvs, text_of(op, call), tag, bulk=True)
-    try:
+    with under_way(op, mesh.comm, posted.wait):
         _move(out, x, plan.local, put, sent)
-    finally:  # what is under way ends in memory that is this call's
-        posted.wait()
     # in the order of the plan: sums are the same in every run
     for (_, block), (_, came) in zip(into, recvs):
         if came is not block:

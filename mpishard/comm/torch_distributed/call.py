@@ -108,19 +108,35 @@ class Calls:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, Exception):
+            self._leave(error)
             return
-        if error is None and self.later:
-            thread.require(self._comm)
-            # nobody need wait for them
-            while self._open and self._open[0].is_well():
-                self._open.popleft().request = None
-            self.mark = self._started(error)
-            self._open.append(self.mark)
-            return
-        # of what others never make, they raise, and do not come here
-        if self._open:
-            self.settle(self._open[-1])
-        self._end(self._started(error))
+        try:
+            if error is None and self.later:
+                thread.require(self._comm)
+                # nobody need wait for them
+                while self._open and self._open[0].is_well():
+                    self._open.popleft().request = None
+                self.mark = self._started(error)
+                self._open.append(self.mark)
+                return
+            # of what others never make, they raise, and do not come here
+            if self._open:
+                self.settle(self._open[-1])
+            self._end(self._started(error))
+        except Exception:
+            raise
+        except BaseException as interruption:
+            self._leave(interruption)
+            raise
+
+    def _leave(self, error: BaseException) -> None:
+        """Let a call that was interrupted be the last one: what it left under way would meet the next."""
+        self.lost = DesyncError(
+            "torch.distributed: an earlier call was interrupted",
+            expected="that nothing catches what interrupts a call that communicates",
+            got=f"{type(error).__name__} inside {_text(self.call)}",
+            fix="end the program, or make another group (dist.new_group())",
+        )
 
     def settle(self, mark: Mark) -> None:
         """End what was started, up to this one. Collective where it is the last, and some rank's call differs."""

@@ -29,6 +29,7 @@ from mpishard.autograd.linear import again, differentiated_again, in_transform
 from mpishard.autograd.redistribute import redistribute
 from mpishard.autograd.use import use
 from mpishard.comm import guard
+from mpishard.comm.interruption import under_way
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.comm.point_to_point import ring
 from mpishard.comm.tag import Label, said
@@ -171,6 +172,7 @@ class _Blocks:
         """Call ``attend(block, hop, k, v, poke)`` for every block. Collective over the ring."""
         flat: Tensor | None = None
         k, v = self._k, self._v
+        comm = None if self.group is None else self.group.comm
         for hop in range(self.size):
             block = (self.rank - hop) % self.size
             on_the_way: list[ring.Transit] = []
@@ -190,11 +192,11 @@ class _Blocks:
                 for message in messages:
                     message.poke()
 
-            attend(block, hop, k, v, poke)
-            arrived = [message.wait() for message in on_the_way]
+            with under_way(ring.OP, comm, *(message.wait for message in on_the_way)):
+                attend(block, hop, k, v, poke)
             if hop + 1 < self.size:
                 shapes = self.shapes((block - 1) % self.size)
-                flat = arrived[0] if coming is not None else self._k.new_zeros(self.numel((block - 1) % self.size))
+                flat = coming.wait() if coming is not None else self._k.new_zeros(self.numel((block - 1) % self.size))
                 k, v = self.parts(flat, shapes)
 
     @staticmethod

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mpishard.comm.exchange.frame import Cuts, Frame, read
 from mpishard.comm.exchange.window import WindowOp
+from mpishard.comm.interruption import under_way
 from mpishard.comm.memory.piece import empty_as
 from mpishard.layout import Layout, bounds, sizes_of
 from mpishard.layout.stencil import Sliding, of_every_kind, paddings_meet
@@ -92,7 +93,8 @@ class Overlapped:
         for k in range(len(self.edges)):
             exchange = frame.start(k, parts)
             if y is None:
-                y = convolution(x, weight, bias, *self.local)
+                with under_way(self.window.op, self.window.mesh.comm):
+                    y = convolution(x, weight, bias, *self.local)
             frame.finish(k, exchange, parts)
         assert y is not None
         stride, _, *rest = self.local
@@ -132,7 +134,8 @@ class Overlapped:
             g_shares.append((dim, side, g_share))
         home, parts, last = self._frame, [x, *g_halos], len(self.edges) - 1
         exchange = home.start_adjoint(last, parts) if needs[0] else None
-        gx, gw, gb = convolution_backward(g, x, weight, *self.local, list(needs))
+        with under_way(self.window.op, self.window.mesh.comm):
+            gx, gw, gb = convolution_backward(g, x, weight, *self.local, list(needs))
         if needs[1]:
             for dim, side, share in g_shares:
                 (gw.narrow(dim, side.at, side.taken) if side.one else gw).add_(share)

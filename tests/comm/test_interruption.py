@@ -1,0 +1,125 @@
+"""What interrupts a call that communicates ends its mesh on that rank, and what it leaves meets no other's messages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mpi4py import MPI
+
+import mpishard as ms
+from mpishard.comm import guard, interruption
+from mpishard.ops.window import conv, conv_overlap
+
+pytestmark = pytest.mark.ranks(2, 3, 4)
+SAID = "mesh used after a call on it was interrupted"
+
+
+def field(mesh):
+    whole = torch.arange(1.0 * mesh.size * 96, dtype=torch.float64).view(1, 2, -1, 12)
+    return whole, ms.distribute_tensor(whole, mesh, (ms.Shard(2),))
+
+
+def interrupt(mesh):
+    with pytest.raises(KeyboardInterrupt), guard.waiting("a wait", (), mesh.comm):
+        raise KeyboardInterrupt
+
+
+CALLS = {
+    "sum": lambda x: x.sum().full_tensor(),
+    "gather": lambda x: x.full_tensor(),
+    "redistribute": lambda x: x.redistribute((ms.Shard(3),)).full_tensor(),
+    "roll": lambda x: torch.roll(x, 1, 2).full_tensor(),
+    "conv": lambda x: F.conv2d(x, torch.ones(1, 2, 3, 3, dtype=x.dtype), padding=1).full_tensor(),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x).full_tensor(),
+}
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first", "again"])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_nothing_travels_on_its_mesh_any_more(call, warm):
+    mesh = ms.init_mesh((-1,))
+    _, x = field(mesh)
+    if warm:
+        call(x)
+    interrupt(mesh)
+    with pytest.raises(ms.MeshError, match=SAID):
+        call(x)
+    mesh.free()
+
+
+def test_nor_on_its_sub_meshes_and_exchangers():
+    mesh = ms.init_mesh((-1, 1), ("y", "x"))
+    exchanger = ms.HaloExchanger(mesh, (6, 6), ((1, 1), (0, 0)), torch.float32)
+    block, (_, x) = torch.zeros(6, 6), field(mesh["y"])
+    exchanger(block)
+    interrupt(mesh["y"])
+    for call in (lambda: exchanger(block), x.sum):
+        with pytest.raises(ms.MeshError, match="KeyboardInterrupt inside a wait"):
+            call()
+    mesh.free()
+
+
+def test_what_is_left_meets_no_other_mesh():
+    """MPI gave the context of a communicator that was freed to the next one, which found the messages."""
+    for free in (True, False):
+        mesh = ms.init_mesh((-1,))
+        right = (mesh.rank + 1) % mesh.size
+        request = mesh.comm.Isend(bytearray(4), right, 0)
+        interrupt(mesh)
+        if free:
+            mesh.free()
+        del mesh
+        for _ in range(3):
+            other = ms.init_mesh((-1,))
+            other.comm.Barrier()
+            assert not other.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+            whole, x = field(other)
+            torch.testing.assert_close(CALLS["roll"](x), torch.roll(whole, 1, 2))
+            other.free()
+        del request
+
+
+def test_where_a_rank_computes_while_messages_travel(monkeypatch):
+    """The convolution of a block, beside whose strips: one rank's may wait already for those of another's next call."""
+    monkeypatch.setattr(conv, "LARGE_CELLS", 0)
+    mesh = ms.init_mesh((-1,))
+    _, x = field(mesh)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conv_overlap, "convolution", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            CALLS["conv"](x)
+    with pytest.raises(ms.MeshError, match="KeyboardInterrupt inside conv2d"):
+        x.sum()
+    mesh.free()
+
+
+def test_messages_come_to_their_end_before_an_error_does():
+    mesh = ms.init_mesh((-1,))
+    _, x = field(mesh)
+    came = []
+    for error in (ValueError("mine"), KeyboardInterrupt()):
+        with (
+            pytest.raises(type(error)),
+            interruption.under_way("a call", mesh.comm, lambda: came.append(1), lambda: came.append(2)),
+        ):
+            raise error
+        assert came == [1, 2]
+        came.clear()
+        if isinstance(error, ValueError):
+            x.sum()
+    with pytest.raises(ms.MeshError, match="KeyboardInterrupt inside a call"):
+        x.sum()
+    mesh.free()
+
+
+@pytest.mark.ranks(1)
+def test_one_rank_meets_nobody():
+    mesh = ms.init_mesh((-1,))
+    whole, x = field(mesh)
+    interrupt(mesh)
+    torch.testing.assert_close(CALLS["roll"](x), torch.roll(whole, 1, 2))
