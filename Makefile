@@ -66,7 +66,6 @@ test: .venv/.ready
 
 cluster_mpiexec = mpirun --oversubscribe --bind-to none$(if $(filter 0,$(shell id -u)), --allow-run-as-root)
 test-cluster: export MPIEXEC = $(cluster_mpiexec)
-test-cluster: SAMPLE = 8
 test-cluster: STACK_ARGS ?= --stack
 test-cluster: STACK_RANKS ?= 2 4
 test-cluster: .venv-cluster/.ready

@@ -333,7 +333,7 @@ class waiting:  # noqa: N801 (reads as a verb: `with waiting(...)`)
         if error is not None:
             if isinstance(error, MPI.Exception):
                 raise _failed(error, op, peers, comm) from None
-            if not isinstance(error, MpishardError):
+            if not isinstance(error, Exception):
                 wait_interrupted(op, error, peers, comm)
 
 

@@ -117,6 +117,16 @@ def test_messages_come_to_their_end_before_an_error_does():
     mesh.free()
 
 
+def test_an_error_that_all_ranks_agree_on_later_ends_no_mesh():
+    """HDF5's, of a file that cannot be opened or flushed."""
+    mesh = ms.init_mesh((-1,))
+    whole, x = field(mesh)
+    with pytest.raises(OSError, match="full"), guard.waiting("io.write", (), mesh.comm):
+        raise OSError("full")
+    torch.testing.assert_close(CALLS["roll"](x), torch.roll(whole, 1, 2))
+    mesh.free()
+
+
 @pytest.mark.ranks(1)
 def test_one_rank_meets_nobody():
     mesh = ms.init_mesh((-1,))
