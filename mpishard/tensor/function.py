@@ -13,7 +13,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Layout
 from mpishard.tensor.hook import local_cotangent
-from mpishard.tensor.operand import moved
+from mpishard.tensor.operand import shard_on
 from mpishard.tensor.shard_tensor import ShardTensor, global_cotangent, wrap
 
 Kind = tuple[Layout, CartMesh] | None  # of a ShardTensor; None of anything else
@@ -168,4 +168,4 @@ def _cotangent(g: Any, kind: Kind) -> Any:
 def _tangent(t: Any, kind: Kind) -> Any:
     if kind is None or not isinstance(t, Tensor):
         return t
-    return moved(t, kind[0]).block if isinstance(t, ShardTensor) else t
+    return shard_on(t, kind[1], kind[0]) if isinstance(t, ShardTensor) else t

@@ -12,7 +12,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from mpishard.autograd.use import use
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, without_partial
-from mpishard.tensor.operand import fitted, mesh_of, moved, replicated_layout
+from mpishard.tensor.operand import fitted, mesh_of, replicated_layout, shard_on
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, global_cotangent, root_of, wrap
 
@@ -27,7 +27,7 @@ def local_cotangent(g: Any, layout: Layout, mesh: CartMesh) -> Any:
     if g is None:
         return None
     whole = without_partial(layout)
-    local = moved(g, whole).block if isinstance(g, ShardTensor) else fitted(g, mesh, whole)
+    local = shard_on(g, mesh, whole) if isinstance(g, ShardTensor) else fitted(g, mesh, whole)
     # every rank uses it with its own part of a Partial: what is differentiated with respect to it is a sum
     return use(local, mesh, layout.partial_dims)
 

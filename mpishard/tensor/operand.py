@@ -69,6 +69,19 @@ def moved(x: ShardTensor, target: Layout) -> ShardTensor:
     return wrap(autograd.redistribute(x.block, x.mesh, x.sharding, target), target, x.mesh)
 
 
+def shard_on(x: ShardTensor, mesh: CartMesh, target: Layout) -> Tensor:
+    """Return this rank's block of ``x`` in the layout ``target``. Collective where it differs.
+
+    Raises
+    ------
+    MeshError
+        It lives on another mesh.
+    """
+    if x.mesh is not mesh:
+        raise two_meshes(mesh, x.mesh)
+    return moved(x, target).block
+
+
 def replicated_layout(mesh: CartMesh, shape: Sequence[int]) -> Layout:
     """Return the layout of a tensor that every rank holds whole. Not collective."""
     return _replicated(mesh.shape, shape if isinstance(shape, torch.Size) else torch.Size(shape))
@@ -83,8 +96,15 @@ def on_mesh(x: Tensor, mesh: CartMesh) -> ShardTensor:
     """Return an operand as a ShardTensor without Partial dims; a plain tensor counts as Replicate.
 
     Collective over Partial dims.
+
+    Raises
+    ------
+    MeshError
+        It lives on another mesh.
     """
     if isinstance(x, ShardTensor):
+        if x.mesh is not mesh:
+            raise two_meshes(mesh, x.mesh)
         return resolved(x)
     refuse_dtensor(x)
     meet(x, mesh)
@@ -131,9 +151,16 @@ def fitted(x: Any, mesh: CartMesh, out: Layout) -> Any:
 
     A plain tensor counts as Replicate: it is cut where ``out`` is sharded and the operand has the whole extent,
     and used (see `use`) where it has none. Collective where the operand has another layout.
+
+    Raises
+    ------
+    MeshError
+        It lives on another mesh: of other ranks its block may have the right shape.
     """
     held: Layout | torch.Size
     if isinstance(x, ShardTensor):
+        if x.mesh is not mesh:
+            raise two_meshes(mesh, x.mesh)
         held, local = x.sharding, x.block
         if held is out:
             return local

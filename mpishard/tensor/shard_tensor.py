@@ -14,6 +14,7 @@ from mpishard.autograd.linear import apply
 from mpishard.autograd.plain import given_layout, note_wrapped, taken
 from mpishard.autograd.redistribute import keep_step, redistribute
 from mpishard.comm.mesh import CartMesh
+from mpishard.comm.mesh_argument import two_meshes
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Replicate, as_placements, layout_of, without_partial
 from mpishard.tensor.by_data import data_of, gradient_block, note_set
@@ -197,18 +198,20 @@ class ShardTensor(Tensor):
                 got=f"{type(value).__name__}{[*getattr(value, 'shape', ())]} of {getattr(value, 'dtype', 'no dtype')}",
                 fix="shard it first, with distribute_tensor or ShardTensor.from_local; or convert it, with .to",
             )
-        if value.sharding != self.sharding and value.mesh is self.mesh and value.sharding.shape == self.sharding.shape:
+        if value.mesh is not self.mesh:  # where neither its gradient is, nor an optimizer's state
+            raise two_meshes(self.mesh, value.mesh)
+        if value.sharding != self.sharding and value.sharding.shape == self.sharding.shape:
             # a parameter stays where its gradient and an optimizer's state are
             with torch.no_grad():
                 self.block.data = redistribute(value.block, self.mesh, value.sharding, self.sharding)
             value = wrap(self.block, self.sharding, self.mesh)
         elif value._gathered_view and value._origin is None:  # a copy already: the values, to be written into
             self.block.data = value.block.clone()
-            self.sharding, self.mesh = value.sharding, value.mesh
+            self.sharding = value.sharding
             value = wrap(self.block, self.sharding, self.mesh)
         else:
             self.block.data = value.block
-            self.sharding, self.mesh = value.sharding, value.mesh
+            self.sharding = value.sharding
         # what told of the cells before tells nothing of these
         self._halo, self._origin, self._gathered_view = value._halo, value._origin, value._gathered_view
         self._trail = value._trail

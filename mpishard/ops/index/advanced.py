@@ -225,6 +225,7 @@ def _pick(x: ShardTensor, points: Points) -> ShardTensor:
     layout, mesh = x.sharding, x.mesh
     sharded = [d for d in points.dims if len(layout.sizes[d] or ()) > 1]
     if any(isinstance(i, ShardTensor) for i in points.indices):
+        mesh_of((x, *points.indices))  # one, or it raises: blocks of two would be blocks of other rows
         _, own = broadcast_of(list(points.indices))
         if not sharded and not set(own.sharded_mesh_dims) & set(layout.sharded_mesh_dims):
             indices = [fitted(i, mesh, own) for i in points.indices]
