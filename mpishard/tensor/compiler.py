@@ -9,12 +9,14 @@ warning.
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -22,9 +24,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mpishard.autograd.linear import in_transform
 from mpishard.comm import traced
+from mpishard.comm.agreement import most_of
+from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError
-from mpishard.tensor.gradient import holds_shards
-from mpishard.tensor.program import CannotCompileError, Program, SharedMemoryError, key_of, why_not
+from mpishard.tensor.program import CannotCompileError, Program, SharedMemoryError, compare, key_of, why_not
 from mpishard.tensor.shard_tensor import ShardTensor
 from mpishard.tensor.stand_in import Call, attributes_of, write
 
@@ -32,9 +35,12 @@ _warned = False
 # where the package was loaded, it put another one in its place
 _torch_compile = getattr(torch.compile, "of_torch", torch.compile)
 
-# what a rank is ready for, and what is done is the most of all: eager this time alone, or from now on
-_READY, _NEW, _EAGERLY_NOW, _EAGERLY = range(4)
+# what a rank is ready for, and what is done is the most of all: eager this time alone, or from now on, or an error
+_READY, _NEW, _EAGERLY_NOW, _EAGERLY, _FORBIDDEN = range(5)
 _ANOTHER = "another rank runs it eagerly"
+_RECOMPILED = "Detected recompile when torch.compile stance is 'fail_on_recompile'"
+# the call that runs now
+_running: Call | None = None
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # what a plain tensor answers otherwise than a ShardTensor, or than the block behind it
 _TELLING = frozenset(
@@ -55,23 +61,30 @@ class Compiled:
         What runs eagerly.
     compiled
         What Dynamo reads: the function, or its module.
-    backend
-        Of torch's compilers.
+    compiler
+        Of torch's.
     strict
         Whether what cannot be compiled is an error (``fullgraph=True``).
     """
 
-    def __init__(self, function: Callable[..., Any], read: Any, backend: Any, *, strict: bool) -> None:
-        self._function, self._read, self._backend, self._strict = function, read, backend, strict
+    def __init__(self, function: Callable[..., Any], read: Any, compiler: _Compiler, *, strict: bool) -> None:
+        self._function, self._read, self._compiler, self._strict = function, read, compiler, strict
         self._optimized: Callable[..., Any] | None = None
         self._stand_ins: dict[Any, list[Tensor]] = {}
-        self._refused = ""
+        # of each mesh, for its ranks are those that agree: where it runs eagerly, and where it did the last time, for
+        # good unless it raised, and whether it did here
+        self._refused: WeakSet[CartMesh] = WeakSet()
+        self._raised: WeakKeyDictionary[CartMesh, bool] = WeakKeyDictionary()
         self._keeps = False  # whether the function keeps one of its arguments, as was seen in a call
-        self._call: Call | None = None
+        self._runs = False
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call with arguments that hold ShardTensors. Collective."""
-        if self._refused or self._call is not None or _is_off():
+    def __call__(self, mesh: CartMesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call with arguments that hold ShardTensors, the first one on ``mesh``. Collective."""
+        global _running
+        if mesh in self._refused or self._runs or _is_off():
+            return self._function(*args, **kwargs)
+        if mesh in self._raised and not most_of(mesh, self._raised.pop(mesh), "compiled call"):
+            self._refused.add(mesh)
             return self._function(*args, **kwargs)
         from torch.utils import _pytree as pytree
 
@@ -79,11 +92,11 @@ class Compiled:
         shards = {id(x): x for x in leaves if isinstance(x, ShardTensor)}
         if not shards:  # in something that only its owner can look into
             return self._eagerly("ShardTensors within an object among the arguments", args, kwargs)
-        mesh = next(iter(shards.values())).mesh
         if reason := why_not(list(shards.values()), mesh):
             return self._eagerly(reason, args, kwargs)
-        call = self._call = Call(mesh, self._stand_ins)
-        reason = ""
+        outer, call = _running, Call(mesh, self._stand_ins)
+        self._runs, _running = True, call
+        reason, forbidden = "", None
         try:
             if self._keeps:
                 call.decide(_EAGERLY)
@@ -104,17 +117,20 @@ class Compiled:
                     raise  # the program's own
                 reason = _told(e)
                 if call.decided is None:
+                    forbidden = e if _forbids(e) else None
                     at_limit = isinstance(e, torch._dynamo.exc.FailOnRecompileLimitHit)
-                    call.decide(_EAGERLY_NOW if at_limit else _EAGERLY)
+                    call.decide(_FORBIDDEN if forbidden else _EAGERLY_NOW if at_limit else _EAGERLY)
             else:
                 out, written = call.returned(out), call.written()
                 unread = any(call.is_unknown(y) for y in pytree.tree_leaves((out, written)))
                 if call.decided is None:
-                    call.decide(_EAGERLY if unread else _READY)
+                    if call.decide(_EAGERLY if unread else _READY) == _NEW:
+                        # of the other ranks, which begin by comparing their graphs
+                        compare(mesh, "no graph")
                 elif unread:
                     # on all ranks: they have run the same program
                     call.decided = _EAGERLY
-                if call.decided in (_EAGERLY_NOW, _EAGERLY):
+                if call.decided not in (_READY, _NEW):
                     reason = "Dynamo does not read it" if unread else _ANOTHER
             del a, k
             if not reason:
@@ -123,18 +139,20 @@ class Compiled:
                 del written
                 self._keeps = not call.release()
                 return out
-        except _RunEagerlyError as e:
+        except (_RunEagerlyError, CannotCompileError) as e:
             reason = str(e)
         finally:
-            self._call = None
+            self._runs, _running = False, outer
+        if call.decided == _FORBIDDEN:
+            raise forbidden or torch._dynamo.exc.RecompileError(f"{_RECOMPILED}, or with error_on_recompile: {reason}")
         try:
-            return self._eagerly(reason, args, kwargs, for_good=call.decided == _EAGERLY)
+            return self._eagerly(reason, args, kwargs, for_good=mesh if call.decided == _EAGERLY else None)
         except Exception:
             # of values, maybe: others may be good
             call.forget()
             raise
 
-    def _eagerly(self, reason: str, args: Any, kwargs: Any, *, for_good: bool = False) -> Any:
+    def _eagerly(self, reason: str, args: Any, kwargs: Any, *, for_good: CartMesh | None = None) -> Any:
         if self._strict:
             raise UnsupportedOperationError(
                 "torch.compile(fullgraph=True) with ShardTensors",
@@ -143,10 +161,12 @@ class Compiled:
                 fix="leave out fullgraph=True, and it runs eagerly; what compiles by itself (torch.cond, while_loop, "
                 "flex_attention): write it in Python; docs/compile.md says what is compiled",
             )
+        if for_good is not None:
+            self._raised[for_good] = True
         out = self._function(*args, **kwargs)
         _warn(reason)
-        if for_good:
-            self._refused = reason
+        if for_good is not None:
+            self._raised[for_good] = False
         return out
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,11 +175,27 @@ class Compiled:
             import torch._dynamo
 
             self._optimized = torch._dynamo.optimize(
-                self._graph, nopython=True, dynamic=False, guard_filter_fn=_looked_at
+                self._compiler, nopython=True, dynamic=False, guard_filter_fn=_looked_at
             )(self._read)
         return self._optimized(*args, **kwargs)  # type: ignore[misc]
 
-    def _graph(self, graph: torch.fx.GraphModule, _examples: Sequence[Any]) -> Callable[..., Any]:
+
+class _Compiler:
+    """What Dynamo gives its graphs to: equal for all that `torch.compile` was asked for in the same words.
+
+    So, as torch's own, modules that run the same code, as the blocks of a model, are read and compiled once.
+    """
+
+    def __init__(self, backend: Any, mode: Any, options: Any) -> None:
+        self._asked = backend, mode, options
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Compiler) and self._asked == other._asked
+
+    def __hash__(self) -> int:
+        return hash(self._asked[1])
+
+    def __call__(self, graph: torch.fx.GraphModule, _examples: Sequence[Any]) -> Callable[..., Any]:
         """Return what Dynamo calls for a graph. Not collective."""
         _check_code()
         if any(node.meta.get("unbacked_bindings") for node in graph.graph.nodes):
@@ -170,7 +206,7 @@ class Compiled:
         programs: dict[Any, Program | CannotCompileError] = {}
 
         def run(*inputs: Any) -> Any:
-            call = self._call
+            call = _running
             assert call is not None
             real = [call.real(x) for x in inputs]
             reason = why_not(real, call.mesh)
@@ -179,23 +215,33 @@ class Compiled:
             if reason or isinstance(program, CannotCompileError):
                 state = _EAGERLY_NOW if isinstance(program, SharedMemoryError) and not reason else _EAGERLY
             else:
-                state = _READY if program else _NEW
+                state = _READY if program else _FORBIDDEN if _is_forbidden(anew=bool(programs)) else _NEW
+                reason = "" if state != _FORBIDDEN else "another layout of the arguments"
             decided = call.decide(state)
             if decided == _NEW:
                 try:
-                    program = Program(graph, self._backend, real, call.mesh)
+                    program = Program(graph, self._compile, real, call.mesh)
                 except CannotCompileError as e:
                     program = e
                     call.forget = lambda: programs.pop(key, None)
                 programs[key] = program
             if isinstance(program, CannotCompileError):
                 raise _RunEagerlyError(reason or str(program))
-            if program is None or decided in (_EAGERLY_NOW, _EAGERLY):
+            if program is None or decided >= _EAGERLY_NOW:
                 raise _RunEagerlyError(reason or _ANOTHER)
             call.decided = _READY
             return program(real)
 
         return torch._dynamo.disable(run)  # type: ignore[no-any-return,attr-defined]
+
+    def _compile(self, graph: Any, examples: Any) -> Any:
+        """Do what the compiler that was asked for does. Not collective."""
+        backend, mode, options = self._asked
+        if backend == "inductor":
+            given = {k: v for k, v in (options or {}).items() if k != "guard_filter_fn"}
+            mode = mode if mode or given else "default"
+            return torch._TorchCompileInductorWrapper(mode, given or None, False)(graph, examples)  # type: ignore[attr-defined]
+        return torch._TorchCompileWrapper(backend, mode, options, False)(graph, examples)  # type: ignore[attr-defined]
 
 
 class _RunEagerlyError(Exception):
@@ -213,6 +259,20 @@ def _is_off() -> bool:
         or traced.recording is not None
         or torch.compiler.is_compiling()
     )
+
+
+def _is_forbidden(*, anew: bool) -> bool:
+    """Tell whether the program wants an error where something is compiled, anew or at all. Not collective."""
+    import torch._dynamo
+
+    return torch._dynamo.eval_frame._stance.stance == "fail_on_recompile" or (
+        anew and torch._dynamo.config.error_on_recompile
+    )
+
+
+def _forbids(error: Exception) -> bool:
+    """Tell whether Dynamo raised it for that reason. Not collective."""
+    return isinstance(error, torch._dynamo.exc.RecompileError) or str(error).startswith(_RECOMPILED)
 
 
 def _check_code() -> None:
@@ -263,29 +323,32 @@ def _warn(reason: str) -> None:
         warnings.warn(text, stacklevel=4)
 
 
-def _backend_of(backend: Any, mode: Any, options: Any) -> Any:
-    """Return the compiler that `torch.compile` would call. Not collective."""
-
-    def compiler(graph: Any, examples: Any) -> Any:
-        if backend == "inductor":
-            given = {k: v for k, v in (options or {}).items() if k != "guard_filter_fn"}
-            mode_ = mode if mode or given else "default"
-            return torch._TorchCompileInductorWrapper(mode_, given or None, False)(graph, examples)  # type: ignore[attr-defined]
-        return torch._TorchCompileWrapper(backend, mode, options, False)(graph, examples)  # type: ignore[attr-defined]
-
-    return compiler
-
-
 def _given_shards(compiled: Callable[..., Any], for_shards: Compiled) -> Any:
     """Return what calls ``for_shards`` where it is given ShardTensors, else ``compiled``."""
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not holds_shards((args, kwargs)):
+        first = _first_shard((args, kwargs))
+        if first is None:
             return compiled(*args, **kwargs)
-        return for_shards(args, kwargs)
+        return for_shards(first.mesh, args, kwargs)
 
     return run
+
+
+def _first_shard(values: Any) -> ShardTensor | None:
+    """Return the first ShardTensor of arguments, in lists and dicts too. Not collective."""
+    if isinstance(values, ShardTensor):
+        return values
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (tuple, list)):
+        return None
+    for value in values:
+        found = _first_shard(value)
+        if found is not None:
+            return found
+    return None
 
 
 def _leave_out_package() -> None:
@@ -307,13 +370,15 @@ def _compile(model: Any = None, **given: Any) -> Any:
         _leave_out_package()
     if compiled is model or given.get("disable"):
         return compiled
-    backend = _backend_of(given.get("backend", "inductor"), given.get("mode"), given.get("options"))
+    compiler = _Compiler(given.get("backend", "inductor"), given.get("mode"), given.get("options"))
     strict = given.get("fullgraph", False)
     if not isinstance(compiled, torch.nn.Module):
-        return _given_shards(compiled, Compiled(model, _readable(model), backend, strict=strict))
+        return _given_shards(compiled, Compiled(model, _readable(model), compiler, strict=strict))
     # what its __call__ runs
     eager = model.__call__
-    compiled.forward = _given_shards(compiled.forward, Compiled(eager, model, backend, strict=strict))
+    compiled.forward = _given_shards(compiled.forward, Compiled(eager, model, compiler, strict=strict))
+    # torch makes the copy from its own parts alone; past the setter, which hands on to the model
+    compiled.__dict__["__deepcopy__"] = lambda memo: _compile(copy.deepcopy(model, memo), **given)
     return compiled
 
 

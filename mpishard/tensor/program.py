@@ -121,14 +121,14 @@ class Program:
         self._mutates: list[bool] = []
         comm = mesh.all_ranks.comm
         # what one rank alone rehearsed, as backward, would meet other calls of the others
-        _same(comm, f"compile a graph of {_outline(graph, inputs)}")
+        compare(mesh, f"a graph of {_outline(graph, inputs)}")
         rehearsal = Recording(tracing=False)
         _agreed(comm, lambda: self._rehearse(rehearsal, inputs))
         shared = _shared(inputs)
         groups = {first for i, first in enumerate(shared) if i != first}
         if most_of(mesh, any(m and first in groups for m, first in zip(self._mutates, shared)), "compile"):
             raise SharedMemoryError("an input is written into that lies in the memory of another one")
-        _same(comm, f"compile {rehearsal.names}")
+        compare(mesh, f"{rehearsal.names}")
         self._uses = rehearsal.uses
         self._trace = Recording(tracing=True)
         self._compiled: Callable[..., Any]
@@ -198,8 +198,9 @@ class Program:
             tracing(context),
             recorded(self._trace),
         ):
-            # compilers call what torch has deprecated itself
+            # compilers call what torch has deprecated itself, and ask tensors for gradients that they may not have
             warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
             self._compiled = backend(GraphModule({}, graph), blocks)
             if ahead and context.fw_metadata is not None:
                 context.fw_metadata.bw_donated_idxs = []  # torch takes None for some
@@ -242,7 +243,8 @@ class Program:
                     copied.append((x, y))
         results = self._compiled(*blocks)
         for x, y in copied:
-            with torch.no_grad():
+            # as the program wrote: into the history of a tensor too, but not of a leaf, which has none
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not (x.is_leaf and x.requires_grad)):
                 x.copy_(y)
         out: list[Any] = []
         for y, (layout, again, flags) in zip(results, self._outputs):
@@ -255,9 +257,10 @@ class Program:
         return out
 
 
-def _same(comm: Any, told: str) -> None:
+def compare(mesh: CartMesh, told: str) -> None:
+    """Raise where the ranks tell of different programs. Collective."""
     try:
-        guard.agree(comm, None, told)
+        guard.agree(mesh.all_ranks.comm, None, f"compile {told}")
     except MpishardError:
         raise CannotCompileError("the ranks' programs differ") from None
 
