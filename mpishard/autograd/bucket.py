@@ -188,7 +188,7 @@ class Buckets:
             _, state = known
             state.total = g if state.total is None else state.total + g
         elif leaf.grad is None:
-            leaf.grad = g
+            leaf.grad = g if leaf.is_contiguous() and g.is_contiguous() else _lying_as(leaf, g)
         else:
             leaf.grad.add_(g)
 
@@ -228,6 +228,8 @@ class Buckets:
                 self.accumulate(param, g.view(param.shape))
             elif grad is not None:
                 grad.add_(g if param.ndim == 1 else g.view(param.shape))
+            elif not param.is_contiguous():
+                param.grad = _lying_as(param, g.view(param.shape))
             elif new:
                 param.grad = g if param.ndim == 1 else g.resize_(param.shape)
             else:
@@ -300,6 +302,11 @@ class Buckets:
         deliver(self._hooked.values())
         if self._suspect:
             compare([(replica, param) for replica, param in self._suspect.items() if replica.is_due()])
+
+
+def _lying_as(leaf: Tensor, g: Tensor) -> Tensor:
+    """Return a gradient whose memory has the order of the leaf's, as autograd's own: fused optimizers rely on it."""
+    return torch.empty_like(leaf).copy_(g)
 
 
 def _accumulates(node: Any) -> bool:

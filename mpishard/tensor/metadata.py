@@ -38,9 +38,13 @@ for _name in _METHODS_OF_LOCAL:
 
 @implements(torch._has_compatible_shallow_copy_type, sharded="local")
 def fits_in_place(input: Any, from_: Any) -> bool:
-    """Tell whether ``.data`` of one can be the other, as ``nn.Module.to`` asks; else it makes a new parameter."""
-    both = isinstance(input, ShardTensor) and isinstance(from_, ShardTensor)
-    return both and (input.dtype, input.device, input.sharding) == (from_.dtype, from_.device, from_.sharding)
+    """Tell whether ``.data`` of one can be the other, as ``nn.Module.to`` asks; else it makes a new parameter.
+
+    That one would have no hooks, and an optimizer would not know it.
+    """
+    if not (isinstance(input, ShardTensor) and isinstance(from_, ShardTensor) and input.sharding == from_.sharding):
+        return False
+    return torch._has_compatible_shallow_copy_type(input.block, from_.block)
 
 
 @implements(torch.Tensor.__dir__, sharded="local")

@@ -182,7 +182,7 @@ class ShardTensor(Tensor):
         """The same cells outside autograd.
 
         What is assigned is brought to where this tensor lies, if it has the same shape: collective then. So is a plain
-        tensor of that shape, which every rank has: each takes its own cells.
+        tensor of that shape and dtype, which every rank has: each takes its own cells.
         """
         return self._twin(data_of(self))
 
@@ -191,15 +191,16 @@ class ShardTensor(Tensor):
         if type(value) is Tensor and (value.shape, value.dtype) == (self.shape, self.dtype):
             whole = layout_of(self.sharding.mesh_shape, [Replicate()] * self.mesh.ndim, self.sharding.shape)
             value = wrap(value, whole, self.mesh)
-        if not isinstance(value, ShardTensor) or value.dtype != self.dtype:
+        if not isinstance(value, ShardTensor):
             raise UnsupportedOperationError(
                 "ShardTensor.data: assignment of another kind of tensor",
-                expected=f"a ShardTensor of {self.dtype}, or a plain tensor of this shape and dtype",
+                expected=f"a ShardTensor, or a plain tensor of this shape and {self.dtype}",
                 got=f"{type(value).__name__}{[*getattr(value, 'shape', ())]} of {getattr(value, 'dtype', 'no dtype')}",
                 fix="shard it first, with distribute_tensor or ShardTensor.from_local; or convert it, with .to",
             )
         if value.mesh is not self.mesh:  # where neither its gradient is, nor an optimizer's state
             raise two_meshes(self.mesh, value.mesh)
+        is_other_kind = (value.dtype, value.device) != (self.dtype, self.device)
         if value.sharding != self.sharding and value.sharding.shape == self.sharding.shape:
             # a parameter stays where its gradient and an optimizer's state are
             with torch.no_grad():
@@ -215,6 +216,8 @@ class ShardTensor(Tensor):
         # what told of the cells before tells nothing of these
         self._halo, self._origin, self._gathered_view = value._halo, value._origin, value._gathered_view
         self._trail = value._trail
+        if is_other_kind:  # torch's part of the wrapper tells it too, to `_foreach_` functions
+            torch._C._swap_tensor_impl(self, wrap(self.block, self.sharding, self.mesh))  # type: ignore[attr-defined]
         note_set(self)
 
     # -- from and to local and whole tensors; the communicating ones are set by mpishard.tensor.convert

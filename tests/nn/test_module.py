@@ -134,6 +134,30 @@ def test_training_with_clipping(optimizer):
     close(params, reference, 1e-6)
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("dims", [None, "y"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_fused_optimizers_of_parameters_in_another_order(name, dims, hooked):
+    """They walk through a parameter and its gradient as these lie in memory."""
+
+    def train(model, x):
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2, fused=True)
+        if hooked:
+            model.a.weight.register_hook(lambda g: 2 * g)
+        for again in (1, 2):
+            optimizer.zero_grad()
+            for _ in range(again):
+                loss_of(model, x).backward()
+            optimizer.step()
+        return [p.full_tensor() if isinstance(p, ms.ShardTensor) else p for p in model.parameters()]
+
+    there = {"memory_format": torch.channels_last}
+    mesh = ms.init_mesh((-1,), ("y",))
+    model = ms.distribute_module(build().to(**there), mesh, shard_parameters=dims).to(**there)
+    got = train(model, ms.distribute_tensor(data(), mesh, (ms.Shard(2),)))
+    close(got, train(build().to(**there), data()), 1e-6)
+
+
 def test_autocast_to_bfloat16():
     """The dtypes of torch, and its values up to bfloat16's rounding."""
     reference, x = build(dtype=torch.float32), data().float()

@@ -18,7 +18,7 @@ from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint
 
 import mpishard as ms
-from tests.compare import WORLD
+from tests.compare import WORLD, shard
 from tests.models.convolutional import UNet
 from tests.models.transformer import Block, VisionTransformer
 from tests.models.twin import close, data, mean_square, run, seeded
@@ -765,3 +765,37 @@ def test_a_vector_of_all_parameters(mesh):
     for net, given in ((reference, x), (model, ms.distribute_tensor(x, mesh, (ms.Shard(0), ms.Shard(1))))):
         mean_square(net(given)).backward()
     same(model, reference, "as a vector")
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("convert", ["to", "double", "channels_last", "bfloat16"])
+def test_a_model_that_is_converted_keeps_its_parameters(mesh, convert, foreach):
+    """An optimizer from before, gradients and hooks stay theirs, as of plain parameters."""
+    how = {
+        "to": lambda model: model.to("cpu"),
+        "double": nn.Module.double,
+        "channels_last": lambda model: model.to(memory_format=torch.channels_last),
+        "bfloat16": lambda model: model.bfloat16().float(),
+    }[convert]
+
+    def train(model, x):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
+        before = list(model.parameters())
+        before[0].register_hook(lambda g: 2 * g)
+        for step in range(3):
+            if step == 1:
+                model = how(model)
+            y = model(x.to(before[0].dtype))
+            (y * torch.arange(5).to(y.dtype)).square().mean().backward()
+            optimizer.step()
+        assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
+        return [whole(p.detach()) for p in before] + [whole(p.grad) for p in before]
+
+    def build():
+        return nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 4, 1))
+
+    model, reference = sharded(build, mesh, torch.float32), seeded(build, torch.float32)
+    full = data(4, 2, 9, 5, dtype=torch.float32)
+    for got, expected in zip(train(model, shard(full, mesh, PLACEMENTS)), train(reference, full), strict=True):
+        assert got.dtype == expected.dtype
+        torch.testing.assert_close(got, expected, rtol=1e-2 if convert == "bfloat16" else 1e-4, atol=1e-4)
