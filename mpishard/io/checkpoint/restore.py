@@ -22,7 +22,7 @@ from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedDt
 from mpishard.io.checkpoint.background import broadcast_text
 from mpishard.io.checkpoint.checksum import first_wrong_cells, tile_count, tile_sums, wrong_tile
 from mpishard.io.checkpoint.folder import TENSORS, damaged, read_state
-from mpishard.io.checkpoint.snapshot import own_generators, rows_of, stored_dtype, the_mesh
+from mpishard.io.checkpoint.snapshot import lie_as_parameters, own_generators, rows_of, stored_dtype, the_mesh
 from mpishard.io.checkpoint.stages import Stages
 from mpishard.io.checkpoint.state import DTYPES, Keys, decode, encode, items
 from mpishard.io.file.dtype import NUMPY, plain_bools
@@ -490,6 +490,7 @@ def apply(found: dict[str, Any], wanted: ReadRequest) -> None:
     for key, thing in (("optimizer", wanted.optimizer), ("scheduler", wanted.scheduler)):
         if thing is not None:
             thing.load_state_dict(found[key])
+    lie_as_parameters(wanted.optimizer)
     for kind, x in found.get("rng", {}).items():
         own = _own_row(x)
         if kind == "cpu":

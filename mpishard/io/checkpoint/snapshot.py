@@ -26,6 +26,7 @@ from mpishard.io.file.open import import_h5py, opened, source_name
 from mpishard.io.file.parts import gives, parts_of
 from mpishard.layout import Layout, Shard, layout_of
 from mpishard.tensor import ShardTensor, wrap
+from mpishard.tensor.function import block_of
 from mpishard.tensor.operand import replicated_layout, resolved
 
 # of the generators: that of rank 0
@@ -180,6 +181,21 @@ def storable(taken: Snapshot) -> Snapshot:
             local = (local.resolve_conj() if local.is_complex() else local).resolve_neg()
             tensors[name] = wrap(local.view(stored_dtype(local.dtype)), x.sharding, taken.mesh)
     return taken._replace(tensors=tensors)
+
+
+def lie_as_parameters(optimizer: Any) -> None:
+    """Bring what was read of an optimizer's state to the order in memory of its parameters, whose files know none.
+
+    Not collective. Fused optimizers walk through both alike.
+    """
+    for param, values in getattr(optimizer, "state", {}).items():
+        if not isinstance(param, Tensor) or not isinstance(values, dict):
+            continue
+        own = block_of(param)
+        for name, x in list(values.items()) if not own.is_contiguous() else ():
+            if isinstance(x, Tensor) and (read := block_of(x)).shape == own.shape:
+                moved = torch.empty_like(own, dtype=read.dtype, device=read.device).copy_(read)
+                values[name] = wrap(moved, x.sharding, x.mesh) if isinstance(x, ShardTensor) else moved
 
 
 def state_of(call: str, model: Any, mesh: Any) -> tuple[dict[Any, Any], CartMesh, Exception | None]:

@@ -138,6 +138,36 @@ def test_training_resumed_is_training_not_interrupted(mesh, folder, asynchronous
     assert torch.equal(again.state.to_local(), program.state.to_local())
 
 
+@pytest.mark.parametrize("dims", [None, 0])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad"])
+def test_training_resumed_by_a_fused_optimizer_of_parameters_in_another_order(folder, name, dims):
+    there, mesh = {"memory_format": torch.channels_last}, mesh_of((SIZE,))
+    x = on(mesh, values((2, 3, 9, 6)) / 40, 2)
+
+    def made():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.SiLU(), nn.Conv2d(4, 2, 3))
+        model = ms.distribute_module(model, mesh, shard_parameters=dims).to(**there)
+        options = {"momentum": 0.9} if name == "SGD" else {}
+        return model, getattr(torch.optim, name)(model.parameters(), lr=1e-2, fused=True, **options)
+
+    def steps(model, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    model, optimizer = made()
+    steps(model, optimizer)
+    ms.io.save_checkpoint(folder, 2, model=model, optimizer=optimizer, mesh=mesh)
+    steps(model, optimizer)
+    again = made()
+    ms.io.load_checkpoint(folder, model=again[0], optimizer=again[1], mesh=mesh)
+    steps(*again)
+    for p, q in zip(again[0].parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
 def test_training_resumed_on_another_mesh(folder):
     """The same state, bit for bit; sums over other blocks differ in the last bits."""
     shapes = mesh_shapes(2)
