@@ -124,10 +124,11 @@ class _OfParameter(_Waiting):
 
     __slots__ = ()
 
-    def __call__(self, leaf: Tensor) -> None:
+    def __call__(self, leaf: Tensor) -> Any:
         # torch calls also where nothing arrived
         if self.hooked.arrived() and not self.hooked.waits:
-            self.hook(leaf)
+            return self.hook(leaf)  # of which torch takes None alone
+        return None
 
 
 def hooked(leaf: Tensor) -> Hooked:

@@ -206,13 +206,11 @@ class ShardTensor(Tensor):
             with torch.no_grad():
                 self.block.data = redistribute(value.block, self.mesh, value.sharding, self.sharding)
             value = wrap(self.block, self.sharding, self.mesh)
-        elif value._gathered_view and value._origin is None:  # a copy already: the values, to be written into
-            self.block.data = value.block.clone()
-            self.sharding = value.sharding
-            value = wrap(self.block, self.sharding, self.mesh)
         else:
-            self.block.data = value.block
+            is_copy = value._gathered_view and value._origin is None  # of the values, to be written into
+            self.block.data = value.block.clone() if is_copy else value.block
             self.sharding = value.sharding
+            value = wrap(self.block, self.sharding, self.mesh) if is_copy else value
         # what told of the cells before tells nothing of these
         self._halo, self._origin, self._gathered_view = value._halo, value._origin, value._gathered_view
         self._trail = value._trail

@@ -170,6 +170,14 @@ def test_an_optimizer_in_hooks():
         torch.testing.assert_close(p.detach(), q.detach())
 
 
+def test_a_hook_that_returns_what_torch_refuses():
+    plain, ours, x = pair()
+    for net, data in ((plain, full()), (ours, x)):
+        next(net.parameters()).register_post_accumulate_grad_hook(lambda _: 1)
+        with pytest.raises((RuntimeError, TypeError), match="hook"):
+            net(data).backward()
+
+
 @everywhere
 @pytest.mark.parametrize("mode", ["all", "any"])
 def test_hooks_of_several_parameters(some, mode):
