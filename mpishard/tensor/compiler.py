@@ -13,6 +13,7 @@ import copy
 import functools
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,8 +40,6 @@ _torch_compile = getattr(torch.compile, "of_torch", torch.compile)
 _READY, _NEW, _EAGERLY_NOW, _EAGERLY, _FORBIDDEN = range(5)
 _ANOTHER = "another rank runs it eagerly"
 _RECOMPILED = "Detected recompile when torch.compile stance is 'fail_on_recompile'"
-# the call that runs now
-_running: Call | None = None
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # what a plain tensor answers otherwise than a ShardTensor, or than the block behind it
 _TELLING = frozenset(
@@ -50,6 +49,15 @@ _TELLING = frozenset(
 )
 _ASKS = frozenset(("hasattr", "getattr"))
 _ATTRIBUTES = _TELLING | {"mesh", "block"}
+
+
+class _Running(threading.local):
+    """The call that runs now, in this thread: a hook's model has its own."""
+
+    call: Call | None = None
+
+
+_running = _Running()
 
 
 class Compiled:
@@ -80,7 +88,6 @@ class Compiled:
 
     def __call__(self, mesh: CartMesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call with arguments that hold ShardTensors, the first one on ``mesh``. Collective."""
-        global _running
         if mesh in self._refused or self._runs or _is_off():
             return self._function(*args, **kwargs)
         if mesh in self._raised and not most_of(mesh, self._raised.pop(mesh), "compiled call"):
@@ -94,8 +101,8 @@ class Compiled:
             return self._eagerly("ShardTensors within an object among the arguments", args, kwargs)
         if reason := why_not(list(shards.values()), mesh):
             return self._eagerly(reason, args, kwargs)
-        outer, call = _running, Call(mesh, self._stand_ins)
-        self._runs, _running = True, call
+        outer, call = _running.call, Call(mesh, self._stand_ins)
+        self._runs, _running.call = True, call
         reason, forbidden = "", None
         try:
             if self._keeps:
@@ -142,7 +149,7 @@ class Compiled:
         except (_RunEagerlyError, CannotCompileError) as e:
             reason = str(e)
         finally:
-            self._runs, _running = False, outer
+            self._runs, _running.call = False, outer
         if call.decided == _FORBIDDEN:
             raise forbidden or torch._dynamo.exc.RecompileError(f"{_RECOMPILED}, or with error_on_recompile: {reason}")
         try:
@@ -206,7 +213,7 @@ class _Compiler:
         programs: dict[Any, Program | CannotCompileError] = {}
 
         def run(*inputs: Any) -> Any:
-            call = _running
+            call = _running.call
             assert call is not None
             real = [call.real(x) for x in inputs]
             reason = why_not(real, call.mesh)
