@@ -33,8 +33,8 @@ _QUEUED = (
     click.option("--array", default="", metavar="INDICES", help="Start it once per index, such as 0-9%2."),
 )
 _ALL = (
-    click.option("--ranks-per-node", type=int, default=0, help="Ranks on each node. [default: one per GPU, or one]"),
-    click.option("--cpus-per-rank", type=int, default=0, help="Cores, and threads, of a rank. [default: a share]"),
+    click.option("--ranks-per-node", type=int, default=None, help="Ranks on each node. [default: one per GPU, or one]"),
+    click.option("--cpus-per-rank", type=int, default=None, help="Cores, and threads, of a rank. [default: a share]"),
     click.option("--env", default="", metavar="ACTIVATE", help="A script, or virtual environment, to activate."),
     click.option("--checkpoints", default="", metavar="DIR", help="Where it saves: its MPISHARD_CHECKPOINTS."),
     click.option("--multi-prog", is_flag=True, help="COMMAND is several: -n 4 ./solver : -n 2 python model.py"),

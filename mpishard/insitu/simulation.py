@@ -26,6 +26,7 @@ from mpishard.tensor.resident import resident
 
 Halo = Width | Sequence[Width] | Mapping[str, Width]
 Dims = Sequence[str | int | None] | Mapping[int, str | int]
+_MOST = 1 << 62  # the ranks' numbers are compared in 64 bits
 
 
 def adopt(
@@ -150,10 +151,10 @@ class Simulation:
 
     def _per_dim(self, what: str, given: Sequence[int]) -> tuple[int, ...]:
         numbers = tuple(map(operator.index, given))
-        if len(numbers) != self.mesh.ndim or min(numbers) < 0:
+        if len(numbers) != self.mesh.ndim or not all(0 <= n < _MOST for n in numbers):
             raise LayoutError(
                 f"adopt: {what} does not fit the decomposition",
-                expected=f"a number >= 0 for each of the dims {self.mesh.mesh_dim_names}",
+                expected=f"a number >= 0, below 2^62, for each of the dims {self.mesh.mesh_dim_names}",
                 got=numbers,
                 fix="count owned cells along the dims that the ranks cut, in the arrays' index order",
             )
@@ -181,10 +182,10 @@ class Simulation:
                     pairs = []
         except (TypeError, ValueError):
             pairs = []
-        if len(pairs) != len(names) or any(lo < 0 or hi < 0 for lo, hi in pairs):
+        if len(pairs) != len(names) or not all(0 <= w < _MOST for pair in pairs for w in pair):
             raise LayoutError(
                 "halo: not the widths of ghost layers",
-                expected=f"an int >= 0, or an int or (lo, hi) for each of {names}",
+                expected=f"an int >= 0, below 2^62, or an int or (lo, hi) for each of {names}",
                 got=repr(halo),
                 fix="give widths along the dims that the ranks cut",
             )

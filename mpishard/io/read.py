@@ -98,8 +98,9 @@ def read(
     halo
         Tensor dim -> (lo, hi) or one width for both: read the block with its halo.
     mode
-        What fills the halo beyond the domain's edge, as of `mpishard.halo_exchange`: ``"zeros"`` (also None),
-        ``"reflect"``, ``"replicate"``, ``"circular"``. A dim on a periodic mesh dim wraps.
+        What fills the halo beyond the domain's edge, as of `mpishard.halo_exchange`: ``"zeros"``, ``"reflect"``,
+        ``"replicate"``, ``"circular"``. A dim on a periodic mesh dim wraps. None: zeros, and a halo wider than the
+        extent is an error.
     out
         Kept buffer to read into: of this rank's shape (with the halo), any strides; its dtype and device hold, and
         ``dtype`` may say the same only.

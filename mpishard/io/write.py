@@ -164,8 +164,9 @@ def write(
     Not differentiable. Attributes, scales and their names are those of rank 0; of a file that is appended to,
     attributes, dims, other scales, chunks and compression are those of the first step, and what later ones give is not
     looked at. A step is appended in place: a job that is killed in the middle of that may leave a file that HDF5 cannot
-    open. With ``"root"`` a rank waits for its turn to hand over its slabs: give ``MPISHARD_TIMEOUT`` the time that the
-    whole file takes. A file and the ``.parts-`` folder of ``"virtual"`` belong together: move both.
+    open until it is healed (see ``append``). With ``"root"`` a rank waits for its turn to hand over its slabs: give
+    ``MPISHARD_TIMEOUT`` the time that the whole file takes. A file and the ``.parts-`` folder of ``"virtual"`` belong
+    together: move both.
 
     Examples
     --------

@@ -53,9 +53,9 @@ class Request:
     scheduler: str
     command: tuple[str, ...]
     nodes: int = 1
-    ranks_per_node: int = 0
+    ranks_per_node: int | None = None
     gpus_per_node: int | None = None
-    cpus_per_rank: int = 0
+    cpus_per_rank: int | None = None
     time: str = "00:30:00"
     job_name: str = "mpishard"
     account: str = ""
@@ -169,7 +169,7 @@ class Request:
             raise _wrong(f"{self.site.title} charges every job", "--account", "none", "name your project")
 
     def _of_resources(self) -> None:
-        for name, least in (("nodes", 1), ("ranks_per_node", 0), ("cpus_per_rank", 0), ("gpus_per_node", 0)):
+        for name, least in (("nodes", 1), ("ranks_per_node", 1), ("cpus_per_rank", 1), ("gpus_per_node", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise _wrong(f"--{name.replace('_', '-')}", f"at least {least}", value, "ask for more")

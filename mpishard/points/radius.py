@@ -91,7 +91,8 @@ def radius(points: Tensor, queries: Tensor, radius: float, max_points: int | Non
             got=max_points,
             fix="give one",
         )
-    most = None if error or max_points is None else int(max_points)
+    # more than there are is all of them; torch compares in 64 bits
+    most = None if error or max_points is None else min(int(max_points), 1 << 62)
     m = met("points.radius", points, queries, None, within, error, most)
     own, near = m.queries.block.detach(), m.near
     pairs = [(torch.zeros(0, dtype=torch.int64, device=own.device),) * 2 + (own.new_zeros(0),)]

@@ -250,6 +250,10 @@ def test_boxes_that_differ_beside_each_other():
         {"halo": (1, 1, 1)},
         {"halo": "wide"},
         {"halo": {"z": 1}},
+        {"halo": 2**70},
+        {"halo": ((1, 2**63), 1)},
+        {"sizes": (2**70, 8)},
+        {"sizes": (12, 8), "offset": (2**70, 0)},
     ],
     ids=",".join,
 )
@@ -296,6 +300,8 @@ def test_coordinates_of_several_ranks():
         {"dims": {5: "x"}},
         {"halo": 2},
         {"halo": (1, 2)},
+        {"halo": 2**70},
+        {"halo": {"x": (1, 2**62)}},
         {"location": "edge"},
         {"location": 3},
         {"location": "x"},
@@ -304,8 +310,9 @@ def test_coordinates_of_several_ranks():
     ids=str,
 )
 def test_arguments_of_a_field(host, sim, wrong):
-    with pytest.raises(ms.LayoutError):
-        sim.field("u", host.array(), **wrong)
+    for where in (True, LAST):
+        with pytest.raises(ms.MpishardError):
+            sim.field("u", host.array(), **(wrong if where else {}))
     sim.field("u", host.array())
 
 

@@ -279,6 +279,8 @@ def test_without_a_checkpoint_folder_nothing_is_queued_again(tmp_path: Path, she
         ("--time 00:00:00", "HH:MM:SS"),
         ("--time tomorrow", "HH:MM:SS"),
         ("--nodes 0", "at least 1"),
+        ("--ranks-per-node 0", "at least 1"),
+        ("--cpus-per-rank 0", "at least 1"),
         ("--nodes 2 --ranks-per-node 3 --mesh 4x-1", "product 6"),
         ("--nodes 2 --ranks-per-node 3 --mesh 2x2", "product 6"),
         ("--mesh two", "4x2"),

@@ -303,6 +303,9 @@ def test_calls_that_differ():
         ms.points.radius(x, x, 1.0, 2 + (WORLD.rank == 1))
     with pytest.raises(DesyncError, match="max_points"):
         ms.points.radius(x, x, 1.0, None if WORLD.rank == 1 else 3)
+    assert torch.equal(
+        ms.points.radius(x, x, 1.0, 2**70).counts.full_tensor(), ms.points.radius(x, x, 1.0).counts.full_tensor()
+    )
     with pytest.raises(LayoutError, match="fewer points"):
         ms.points.knn(x, x, 20 if WORLD.rank == 1 else 2)
     for call in (ms.points.knn, ms.points.radius):

@@ -62,7 +62,7 @@ def save_checkpoint(
         Name -> tensor, sharded or plain: fields that belong to none of these.
     extra
         Anything else of numbers, strings, tensors, and dicts, lists and tuples of them, e.g. the state of a
-        GradScaler or ``random.getstate()``.
+        GradScaler or ``random.getstate()``. Of what is not sharded, that of rank 0: all ranks get it when they load.
     rng
         Whether to save torch's random generators, those of every rank.
     keep
