@@ -35,6 +35,7 @@ from mpishard.autograd.linear import Step, apply
 from mpishard.autograd.plain import note_reduced
 from mpishard.autograd.step import broadcast_step, gather_step, reducer, transpose_step
 from mpishard.comm.collective.gather_sizes import asked_extents
+from mpishard.comm.interruption import whole
 from mpishard.comm.memory.buffer import followed
 from mpishard.comm.memory.reduction_type import rule_of
 from mpishard.comm.mesh import CartMesh, Group
@@ -52,6 +53,7 @@ def _called(name: str, x: Tensor, mesh: CartMesh, mesh_dim: MeshDims) -> tuple[t
     return dims, mesh.group(dims)
 
 
+@whole
 def all_reduce(
     x: Tensor,
     mesh: CartMesh,
@@ -138,6 +140,7 @@ def all_reduce(
     return run(x)  # type: ignore[no-any-return]
 
 
+@whole
 def all_gather(
     x: Tensor,
     mesh: CartMesh,
@@ -211,6 +214,7 @@ def all_gather(
     return apply(mesh.plan(key, build, dims), x)
 
 
+@whole
 def reduce_scatter(
     x: Tensor,
     mesh: CartMesh,
@@ -277,6 +281,7 @@ def reduce_scatter(
     return apply(mesh.plan(key, build, dims), x)
 
 
+@whole
 def all_to_all(
     x: Tensor,
     mesh: CartMesh,
@@ -353,6 +358,7 @@ def all_to_all(
     return apply(mesh.plan(key, build, dims), x)
 
 
+@whole
 def broadcast(
     x: Tensor,
     mesh: CartMesh,

@@ -24,11 +24,13 @@ from mpishard.autograd.argument import (
 )
 from mpishard.autograd.linear import Step, apply
 from mpishard.autograd.step import message_step
+from mpishard.comm.interruption import whole
 from mpishard.comm.memory.buffer import followed
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import MeshError
 
 
+@whole
 def shift(x: Tensor, mesh: CartMesh, mesh_dim: int | str, displacement: int) -> Tensor:
     """Move tensors of one shape ``displacement`` ranks along a mesh dim.
 
@@ -84,6 +86,7 @@ def shift(x: Tensor, mesh: CartMesh, mesh_dim: int | str, displacement: int) -> 
     return apply(mesh.plan(key, build, dims), x)
 
 
+@whole
 def send_recv(
     x: Tensor,
     mesh: CartMesh,

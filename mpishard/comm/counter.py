@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from mpishard.comm.interruption import halfway
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -84,10 +86,14 @@ def named(op: str) -> Callable[[F], F]:
     def decorated(function: F) -> F:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if around is None:
-                return function(*args, **kwargs)
-            with around(op):
-                return function(*args, **kwargs)
+            try:
+                if around is None:
+                    return function(*args, **kwargs)
+                with around(op):
+                    return function(*args, **kwargs)
+            except BaseException as error:
+                halfway(op, error, args, kwargs)
+                raise
 
         return call  # type: ignore[return-value]
 

@@ -22,7 +22,7 @@ from mpishard import errors
 from mpishard.comm import caller, disagreement, in_flight
 from mpishard.comm.environment import switch
 from mpishard.comm.exit import GRACE_S, end, place, say_at_end, say_for_node
-from mpishard.comm.interruption import wait_interrupted
+from mpishard.comm.interruption import cuts, wait_interrupted
 from mpishard.comm.lookout import Peers, lookouts, wait_watchfully
 from mpishard.comm.null import NullComm
 from mpishard.comm.thread import owner_of
@@ -333,7 +333,7 @@ class waiting:  # noqa: N801 (reads as a verb: `with waiting(...)`)
         if error is not None:
             if isinstance(error, MPI.Exception):
                 raise _failed(error, op, peers, comm) from None
-            if not isinstance(error, Exception):
+            if cuts(error):
                 wait_interrupted(op, error, peers, comm)
 
 

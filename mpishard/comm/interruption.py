@@ -2,20 +2,92 @@
 
 Ctrl-C comes to all ranks, and finds them in different calls: one waits for a message of a call that another has not
 reached yet. Where both catch it and go on, each later call would take the message of the one before. So no rank
-communicates on a mesh again once it was interrupted inside a call that communicates on it.
+communicates on a mesh again once it was interrupted inside a call that communicates on it: in a wait, before the first
+message, or between two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 from mpi4py import MPI
 
 from mpishard.comm import in_flight
 from mpishard.comm.lookout import Peers, cancel, lookouts
 from mpishard.comm.thread import owner_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def cuts(error: BaseException) -> bool:
+    """Tell whether an error comes at any place of a program, and on one rank alone. Not collective.
+
+    What ends programs does, and what a handler of signals raises, as those of time limits. Others come of a call, and
+    its ranks agree on them.
+    """
+    return not isinstance(error, Exception) or any(map(_is_handler, _frames(error)))
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _is_handler(frame: FrameType) -> bool:
+    """Tell whether Python has called a function between two lines of another, whose frame it was given."""
+    if str(frame.f_globals.get("__name__")).startswith(("mpishard.", "torch.")):
+        return False
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount
+    count += bool(code.co_flags & inspect.CO_VARARGS)
+    values = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
+    values += [v for value in values if isinstance(value, tuple) for v in value[:2]]
+    return any(isinstance(value, FrameType) for value in values)
+
+
+def halfway(call: str, error: BaseException, *given: object) -> bool:
+    """Let nobody on this rank use the meshes of what a call was given any more, where an error cuts it short.
+
+    Not collective. Returns whether it does. ``given``: its arguments, in sequences and dicts too.
+    """
+    if not cuts(error):
+        return False
+    comms = [comm for comm in _comms(given) if comm.Get_size() > 1]
+    if comms:
+        # what was posted, and nobody has waited for: MPI still writes to memory of these frames
+        in_flight.left.append(error.__traceback__)
+    for comm in comms:
+        interrupted(call, error, comm)
+    return True
+
+
+def _comms(given: Iterable[object]) -> Iterator[MPI.Comm]:
+    for x in given:
+        if isinstance(x, (tuple, list, dict)):
+            yield from _comms(x.values() if isinstance(x, dict) else x)
+        elif (holding := getattr(getattr(x, "mesh", x), "_holding", None)) is not None:
+            yield holding.comms[0]
+
+
+def whole(function: F) -> F:
+    """Let a function of meshes be made as a whole, or be the last one on them; it costs a tenth of a microsecond."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            halfway(function.__name__, error, args, kwargs)
+            raise
+
+    return call  # type: ignore[return-value]
 
 
 def interrupted(call: str, error: BaseException, comm: MPI.Comm | None) -> None:
@@ -69,5 +141,5 @@ class under_way:  # noqa: N801 (reads as a state: `with under_way(...)`)
             for end in self._ends:
                 end()
         finally:
-            if error is not None and not isinstance(error, Exception):
+            if error is not None and cuts(error):
                 interrupted(self._call, error, self._comm)

@@ -15,6 +15,7 @@ from mpishard.autograd.rows import Rows
 from mpishard.autograd.use import use
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
+from mpishard.comm.interruption import whole
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import two_meshes
 from mpishard.errors import LayoutError, MpishardError, UnsupportedDtypeError
@@ -25,6 +26,7 @@ from mpishard.tensor.shard_tensor import ShardTensor, wrap
 SHARD_IT = "shard it first, e.g. with mpishard.distribute_tensor"
 
 
+@whole
 def halo(edge_index: Tensor, nodes: ShardTensor) -> GraphHalo:
     """Plan which rows of nodes this rank's edges need of other ranks, once for a graph.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.linear import differentiated
+from mpishard.comm.interruption import whole
 from mpishard.errors import LayoutError
 from mpishard.points.meet import as_queries, distances_to, met
 from mpishard.points.tiles import POINTS, Tiles, best, nearby
@@ -31,6 +32,7 @@ class Nearest(NamedTuple):
     distances: ShardTensor
 
 
+@whole
 def knn(points: Tensor, queries: Tensor, k: int) -> Nearest:
     """Return the ``k`` nearest points of every query.
 

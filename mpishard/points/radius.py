@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mpishard.autograd.linear import differentiated
 from mpishard.comm.collective import blocking
+from mpishard.comm.interruption import whole
 from mpishard.errors import LayoutError
 from mpishard.layout import Layout, layout_of, repeated
 from mpishard.points.meet import Met, as_queries, distances_to, met
@@ -40,6 +41,7 @@ class Within(NamedTuple):
     distances: ShardTensor
 
 
+@whole
 def radius(points: Tensor, queries: Tensor, radius: float, max_points: int | None = None) -> Within:
     """Return all points that are no farther from a query than a radius.
 

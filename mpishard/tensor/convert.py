@@ -20,6 +20,7 @@ from mpishard.autograd.plain import given_layout, taken
 from mpishard.comm import guard
 from mpishard.comm.device_mesh import names_of_dtensor
 from mpishard.comm.halo.exchanger import Width
+from mpishard.comm.interruption import whole
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import two_meshes
 from mpishard.errors import LayoutError, MpishardError
@@ -43,6 +44,7 @@ from mpishard.tensor.strides import gapped_trail, lent_trail
 
 
 @names_of_dtensor
+@whole
 def from_local(
     local: Tensor,
     mesh: CartMesh,
@@ -128,6 +130,7 @@ def from_local(
 
 
 @names_of_dtensor
+@whole
 def distribute_tensor(
     tensor: Tensor,
     mesh: CartMesh,
@@ -215,6 +218,7 @@ def distribute_tensor(
     return wrap(local, layout, mesh)
 
 
+@whole
 def full_tensor(x: ShardTensor, *, grad_placements: Any = None) -> Tensor:
     """Return the whole tensor on every rank: a plain tensor, differentiable.
 
@@ -267,6 +271,7 @@ def full_tensor(x: ShardTensor, *, grad_placements: Any = None) -> Tensor:
     return taken(x.block, mesh, layout, shown, given) if recorded else moved(x, shown).block
 
 
+@whole
 def redistribute(
     x: ShardTensor,
     device_mesh: Any = None,
@@ -313,6 +318,7 @@ def redistribute(
     return moved(x, x.mesh.plan(key, lambda: layout.with_placements(placements)))
 
 
+@whole
 def rebalance(x: ShardTensor, weights_or_sizes: Any = None) -> ShardTensor:
     """Return ``x`` with other block sizes: even, given, or in proportion to weights.
 
@@ -392,6 +398,7 @@ def _rebalanced(layout: Layout, given: Any) -> Layout:
     return layout_of(layout.mesh_shape, layout.placements, layout.shape, sizes)
 
 
+@whole
 def halo_exchange(x: ShardTensor, widths: Mapping[int, Width], mode: str | None = None) -> Tensor:
     """Return this rank's block with its halo on both sides, corners filled.
 

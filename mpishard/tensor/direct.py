@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mpishard.errors import MpishardError
-from mpishard.tensor.refusal import STUMBLES, explained, with_ints
+from mpishard.tensor.refusal import explained, stumbled, with_ints
 from mpishard.tensor.registry import RULES, by_torch_names
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -30,11 +30,12 @@ def _method(function: Any) -> Any:
             if kwargs:
                 return RULES[function](self, *args, **by_torch_names(function, kwargs))
             return RULES[function](self, *args)
-        except STUMBLES as e:
-            if again := with_ints(args, kwargs, e):
-                return method(self, *again[0], **again[1])
-            if told := explained(function, (self, *args), kwargs, e):
-                raise told from None
+        except BaseException as e:
+            if stumbled(function, e, self, args, kwargs):
+                if again := with_ints(args, kwargs, e):  # type: ignore[arg-type]
+                    return method(self, *again[0], **again[1])
+                if told := explained(function, (self, *args), kwargs, e):  # type: ignore[arg-type]
+                    raise told from None
             raise
 
     method.__name__ = method.__qualname__ = getattr(function, "__name__", "method")
@@ -54,10 +55,11 @@ def _operator(function: Any, *, in_place: bool) -> Any:
                 return NotImplemented
         try:
             return function(self, other) if _modes_active() else RULES[function](self, other)
-        except MpishardError:
-            raise  # one of ours may be a TypeError too
-        except TypeError:
-            return NotImplemented  # as torch does: the other operand may know how
+        except BaseException as e:
+            # one of ours may be a TypeError too
+            if stumbled(function, e, self, other) and isinstance(e, TypeError) and not isinstance(e, MpishardError):
+                return NotImplemented  # as torch does: the other operand may know how
+            raise
 
     return operator
 

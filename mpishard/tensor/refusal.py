@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mpishard.autograd.graph import unseen
+from mpishard.comm.interruption import halfway
 from mpishard.errors import MpishardError, UnsupportedOperationError
 
 # what Python raises where a rule looks for a dim or an attribute that is not there, and torch for want of a number
@@ -25,6 +26,15 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _FEW = 1 << 16  # cells, of which a kernel soon says what it thinks
 # what goes wrong in them is not theirs
 _GRADIENTS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+def stumbled(function: Callable[..., Any], error: BaseException, *given: object) -> bool:
+    """Tell whether a rule has failed at a call's arguments, ``given``; else nothing more is to be said of the error.
+
+    Not collective. What has cut the call short leaves their meshes to nobody.
+    """
+    name = getattr(function, "__name__", "a call")
+    return not halfway(name, error, *given) and isinstance(error, STUMBLES)
 
 
 def explained(

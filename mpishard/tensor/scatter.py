@@ -13,6 +13,7 @@ from mpishard.autograd.graph import recorded
 from mpishard.comm import guard
 from mpishard.comm.collective.transfer import scatter_blocks
 from mpishard.comm.device_mesh import names_of_dtensor
+from mpishard.comm.interruption import whole
 from mpishard.comm.memory.buffer import followed, uncopied, unfit
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, UnsupportedDtypeError, UnsupportedOperationError
@@ -23,6 +24,7 @@ from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
 @names_of_dtensor
+@whole
 def scatter_tensor(
     tensor: Tensor | None,
     src: int,

@@ -19,7 +19,7 @@ from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Replicate, as_placements, layout_of, without_partial
 from mpishard.tensor.by_data import data_of, gradient_block, note_set
 from mpishard.tensor.out import call_into
-from mpishard.tensor.refusal import STUMBLES, explained, with_ints
+from mpishard.tensor.refusal import explained, stumbled, with_ints
 from mpishard.tensor.registry import BLOCKWISE, RULES, by_torch_names, in_rule, no_rule, outline, rule_below
 
 if TYPE_CHECKING:
@@ -97,11 +97,12 @@ class ShardTensor(Tensor):
                 return rule(*args)
             kwargs = by_torch_names(func, kwargs)
             return call_into(func, rule, args, kwargs) if "out" in kwargs else rule(*args, **kwargs)
-        except STUMBLES as e:
-            if again := with_ints(args, kwargs or {}, e):
-                return cls.__torch_function__(func, types, *again)
-            if told := explained(func, args, kwargs or {}, e):
-                raise told from None
+        except BaseException as e:
+            if stumbled(func, e, args, kwargs):
+                if again := with_ints(args, kwargs or {}, e):  # type: ignore[arg-type]
+                    return cls.__torch_function__(func, types, *again)
+                if told := explained(func, args, kwargs or {}, e):  # type: ignore[arg-type]
+                    raise told from None
             raise
 
     @classmethod

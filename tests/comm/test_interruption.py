@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import signal
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -123,6 +126,136 @@ def test_an_error_that_all_ranks_agree_on_later_ends_no_mesh():
     whole, x = field(mesh)
     with pytest.raises(OSError, match="full"), guard.waiting("io.write", (), mesh.comm):
         raise OSError("full")
+    torch.testing.assert_close(CALLS["roll"](x), torch.roll(whole, 1, 2))
+    mesh.free()
+
+
+MORE = CALLS | {
+    "scalar": lambda x: x.mean() + 1,
+    "list": lambda x: torch.cat([x, x], 2).redistribute((ms.Replicate(),)),
+    "halos": lambda x: ms.halo_exchange(x, {2: 1}),
+    "one direction": lambda x: ms.halo_exchange(x, {2: (1, 0)}, mode="zeros"),
+    "all_reduce": lambda x: ms.all_reduce(x.to_local().sum(), x.mesh),
+    "all_gather": lambda x: ms.all_gather(torch.ones(2), x.mesh),
+    "shift": lambda x: ms.shift(torch.ones(2), x.mesh, 0, 1),
+    "rebalance": lambda x: x.rebalance({2: [(1.0 + r) ** 2 for r in range(x.mesh.size)]}),
+    "backward": lambda x: (x.detach().requires_grad_().softmax(2) ** 2).sum().backward(),
+}
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first", "again"])
+@pytest.mark.parametrize("call", MORE.values(), ids=MORE)
+def test_before_a_call_waits_for_anything(call, warm, monkeypatch):
+    """Nothing is waited for yet, but a rank that goes on has left this call out, and its peers have not."""
+    mesh = ms.init_mesh((-1,))
+    _, x = field(mesh)
+    if warm:
+        call(x)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(guard.waiting, "__init__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call(x)
+    with pytest.raises(ms.MeshError, match="KeyboardInterrupt inside"):
+        x.sum()
+    mesh.free()
+
+
+def test_before_halos_are_waited_for(monkeypatch):
+    for use in (lambda e, u: e(u), lambda e, u: e.start(u)):
+        mesh = ms.init_mesh((-1,))
+        exchanger, block = ms.HaloExchanger(mesh, (6, 6), ((1, 1), (0, 0)), torch.float32), torch.zeros(6, 6)
+
+        def interrupted(*_, **__):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ms.HaloExchanger, "_refresh", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                use(exchanger, block)
+        with pytest.raises(ms.MeshError, match=SAID):
+            exchanger(block)
+        mesh.free()
+
+
+class Late(RuntimeError):
+    """What a time limit of the user's raises: an Exception, as a rule's own are."""
+
+
+def late(number, frame):
+    raise Late(number)
+
+
+def late_of_any(*_):
+    def told():
+        raise Late
+
+    told()
+
+
+class Limit:
+    def late(self, number, frame):
+        raise Late(number)
+
+    def __call__(self, number, frame):
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # as pytest-timeout does first
+        raise Late(number)
+
+
+HANDLERS = [late, late_of_any, Limit().late, Limit(), functools.partial(late)]
+
+
+@pytest.fixture
+def handled():
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("handler", HANDLERS, ids=["function", "any", "method", "object", "partial"])
+def test_what_a_handler_of_signals_raises_interrupts_as_well(handler, handled, monkeypatch):
+    for begin in (False, True):  # inside a wait, and before it
+        mesh = ms.init_mesh((-1,))
+        _, x = field(mesh)
+        signal.signal(signal.SIGUSR1, handler)
+
+        def stopped(*_):
+            signal.raise_signal(signal.SIGUSR1)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(guard.waiting, "__init__" if begin else "__enter__", stopped)
+            with pytest.raises(Late):
+                torch.roll(x, 1, 2)
+        with pytest.raises(ms.MeshError, match="Late inside"):
+            x.sum()
+        mesh.free()
+
+
+def test_what_a_call_raises_itself_does_not(handled):
+    """Wrong arguments, and what the user's own functions raise: on all ranks alike."""
+    signal.signal(signal.SIGUSR1, late)
+    mesh = ms.init_mesh((-1,))
+    whole, x = field(mesh)
+
+    def mine(g):
+        raise Late
+
+    for call, error in (
+        (lambda: x.sum(9), IndexError),
+        (lambda: x + "a", TypeError),
+        (lambda: torch.cat([x, 3]), TypeError),
+        (lambda: ms.shift(torch.ones(2), mesh, 5, 1), ms.MpishardError),
+        (lambda: x.redistribute((ms.Shard(7),)), ms.MpishardError),
+    ):
+        with pytest.raises(error):
+            call()
+    y = x.detach().requires_grad_()
+    y.register_hook(mine)
+    with pytest.raises(Late):
+        y.sum().backward()
     torch.testing.assert_close(CALLS["roll"](x), torch.roll(whole, 1, 2))
     mesh.free()
 

@@ -21,6 +21,7 @@ from mpishard.comm.collective.gather_sizes import first_misfit, gather_blocks
 from mpishard.comm.halo.channel import Channel, channel_of
 from mpishard.comm.halo.device import DeviceRefresh
 from mpishard.comm.halo.host import Refresh, Sweep, plan_at_once, plan_sweep
+from mpishard.comm.interruption import whole
 from mpishard.comm.memory.foreign_array import dtype_names, field_key, locate, mark_written
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import no_mesh
@@ -184,6 +185,7 @@ class HaloExchanger:
         """The owned cells of a field, as an index. Not collective."""
         return tuple(slice(lo, n - hi) for n, (lo, hi) in zip(self.shape, self.halo_width))
 
+    @whole
     def __call__(self, *fields: Any) -> None:
         """Refresh the halos of ``fields``. Neighborwise collective.
 
@@ -211,6 +213,7 @@ class HaloExchanger:
         slot = self._channel.free_slot()
         self._refresh(fields, slot).run()
 
+    @whole
     def start(self, *fields: Any) -> None:
         """Start to refresh the halos of ``fields``; several may be in flight. Neighborwise collective.
 
@@ -239,6 +242,7 @@ class HaloExchanger:
         arrived = [refresh.poke() for _, refresh, _ in self._flying]
         return all(arrived)
 
+    @whole
     def finish(self) -> None:
         """Wait for everything in flight, oldest first: the halos are fresh. Neighborwise collective.
 
