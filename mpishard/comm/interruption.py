@@ -28,8 +28,10 @@ def cuts(error: BaseException) -> bool:
     """Tell whether an error comes at any place of a program, and on one rank alone. Not collective.
 
     What ends programs does, and what a handler of signals raises, as those of time limits. Others come of a call, and
-    its ranks agree on them.
+    its ranks agree on them; and who looks out for other ranks' errors goes on with other communicators.
     """
+    if get_ident() in lookouts:
+        return False
     return not isinstance(error, Exception) or any(map(_is_handler, _frames(error)))
 
 
@@ -99,8 +101,6 @@ def interrupted(call: str, error: BaseException, comm: MPI.Comm | None) -> None:
 
 def wait_interrupted(call: str, error: BaseException, peers: Peers, comm: MPI.Comm | None) -> None:
     """Leave a wait that ended without its messages; arguments as `guard.waiting` has them. Not collective."""
-    if get_ident() in lookouts:
-        return  # who looks out goes on with other communicators
     if callable(peers):
         requests: Any = peers
         in_flight.left.append(requests)

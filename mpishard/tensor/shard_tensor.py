@@ -190,7 +190,7 @@ class ShardTensor(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if type(value) is Tensor and (value.shape, value.dtype) == (self.shape, self.dtype):
-            whole = layout_of(self.sharding.mesh_shape, [Replicate()] * self.mesh.ndim, self.sharding.shape)
+            whole = layout_of(self.mesh.shape, [Replicate()] * self.mesh.ndim, self.sharding.shape)
             value = wrap(value, whole, self.mesh)
         if not isinstance(value, ShardTensor):
             raise UnsupportedOperationError(
@@ -270,11 +270,9 @@ class ShardTensor(Tensor):
     # -- Python's protocols
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        grad = ""
+        grad = ", requires_grad=True" if self.block.requires_grad else ""
         if self.block.grad_fn is not None:
             grad = f", grad_fn=<{type(self.block.grad_fn).__name__}>"
-        elif self.block.requires_grad:
-            grad = ", requires_grad=True"
         return (
             f"ShardTensor(shape={tuple(self.sharding.shape)}, placements={list(self.sharding.placements)}, "
             f"local_shape={tuple(self.block.shape)}, dtype={self.block.dtype}, mesh={self.mesh}{grad})"

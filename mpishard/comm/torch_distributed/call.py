@@ -19,6 +19,7 @@ from mpi4py import MPI
 from mpishard.comm import guard, thread
 from mpishard.comm.collective import blocking
 from mpishard.comm.guard import extreme_mark
+from mpishard.comm.interruption import cuts
 from mpishard.comm.transport.slot import Slot
 from mpishard.errors import DesyncError
 
@@ -107,7 +108,7 @@ class Calls:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, Exception):
+        if error is not None and cuts(error):
             self._leave(error)
             return
         try:
@@ -123,10 +124,9 @@ class Calls:
             if self._open:
                 self.settle(self._open[-1])
             self._end(self._started(error))
-        except Exception:
-            raise
         except BaseException as interruption:
-            self._leave(interruption)
+            if cuts(interruption):
+                self._leave(interruption)
             raise
 
     def _leave(self, error: BaseException) -> None:
