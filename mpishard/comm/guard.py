@@ -23,6 +23,7 @@ from mpishard.comm import caller, disagreement, in_flight
 from mpishard.comm.environment import switch
 from mpishard.comm.exit import GRACE_S, end, place, say_at_end, say_for_node
 from mpishard.comm.interruption import cuts, wait_interrupted
+from mpishard.comm.interruption import waits as _live
 from mpishard.comm.lookout import Peers, lookouts, wait_watchfully
 from mpishard.comm.null import NullComm
 from mpishard.comm.thread import owner_of
@@ -32,6 +33,8 @@ from mpishard.errors import DesyncError, MpishardError, alike, ranges_of, ranks_
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
 Pair = tuple[int, int]
+# of a wait that an interruption inside it has ended
+_LEFT: tuple[str, Peers, MPI.Comm | None] = ("", (), None)
 
 
 def _timeout_s() -> float:
@@ -324,7 +327,7 @@ class waiting:  # noqa: N801 (reads as a verb: `with waiting(...)`)
                 raise
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        op, peers, comm = _live.pop(self)
+        op, peers, comm = _live.pop(self, _LEFT)
         if _untold:
             _untold.pop(self, None)
         if meters:
@@ -377,7 +380,6 @@ def release(key: object) -> None:
     _untold.pop(key, None)
 
 
-_live: dict[waiting, tuple[str, Peers, MPI.Comm | None]] = {}
 # errors that this rank waits to tell the others of: they may never come, and then nobody would know
 _untold: dict[object, BaseException] = {}
 _UNTOLD_S = 10.0

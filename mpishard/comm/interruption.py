@@ -23,6 +23,9 @@ from mpishard.comm.thread import owner_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# what is waited for, as `guard.waiting` has it, for the watchdog
+waits: dict[Any, tuple[str, Peers, MPI.Comm | None]] = {}
+
 
 def cuts(error: BaseException) -> bool:
     """Tell whether an error comes at any place of a program, and on one rank alone. Not collective.
@@ -44,7 +47,8 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
 
 def _is_handler(frame: FrameType) -> bool:
     """Tell whether Python has called a function between two lines of another, whose frame it was given."""
-    if str(frame.f_globals.get("__name__")).startswith(("mpishard.", "torch.")):
+    # Dynamo hands frames on, too; but torch's loader of data has a handler, which tells of a worker that died
+    if str(frame.f_globals.get("__name__")).startswith(("mpishard.", "torch._", "torch.fx.")):
         return False
     code = frame.f_code
     count = code.co_argcount + code.co_kwonlyargcount
@@ -61,8 +65,8 @@ def halfway(call: str, error: BaseException, *given: object) -> bool:
     """
     if not cuts(error):
         return False
-    comms = [comm for comm in _comms(given) if comm.Get_size() > 1]
-    if comms:
+    comms = list(_comms(given))
+    if any(comm.Get_size() > 1 for comm in comms):
         # what was posted, and nobody has waited for: MPI still writes to memory of these frames
         in_flight.left.append(error.__traceback__)
     for comm in comms:
@@ -95,7 +99,12 @@ def whole(function: F) -> F:
 def interrupted(call: str, error: BaseException, comm: MPI.Comm | None) -> None:
     """Let nobody on this rank use the mesh of ``comm`` any more. Not collective."""
     owner = owner_of(id(comm))
-    if owner is not None and comm.Get_size() > 1:  # type: ignore[union-attr]
+    if owner is None:
+        return
+    # one may have been cut off before its end could be seen
+    for wait in [wait for wait, (*_, of) in list(waits.items()) if owner_of(id(of)) is owner]:
+        waits.pop(wait, None)
+    if comm.Get_size() > 1:  # type: ignore[union-attr]
         owner.leave(f"{type(error).__name__} inside {call}")
 
 

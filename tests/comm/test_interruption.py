@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
+import sys
 
 import pytest
 import torch
@@ -229,9 +230,24 @@ def test_what_a_handler_of_signals_raises_interrupts_as_well(handler, handled, m
             patch.setattr(guard.waiting, "__init__" if begin else "__enter__", stopped)
             with pytest.raises(Late):
                 torch.roll(x, 1, 2)
+        # of what the watchdog would end the job for
+        assert not guard._live
         with pytest.raises(ms.MeshError, match="Late inside"):
             x.sum()
         mesh.free()
+
+
+@pytest.mark.parametrize(
+    ("module", "interrupts"),
+    [("torch.utils.data._utils.signal_handling", True), ("torch._dynamo.convert_frame", False)],
+)
+def test_frames_that_torch_hands_on(module, interrupts):
+    """Its loader of data raises in a handler where a worker has died; its compiler only reads code."""
+    given = {"__name__": module}
+    exec("def handler(number, frame):\n    raise RuntimeError", given)
+    with pytest.raises(RuntimeError) as raised:
+        given["handler"](0, sys._getframe())
+    assert interruption.cuts(raised.value) == interrupts
 
 
 def test_what_a_call_raises_itself_does_not(handled):
