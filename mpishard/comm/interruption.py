@@ -79,7 +79,7 @@ def _comms(given: Iterable[object]) -> Iterator[MPI.Comm]:
         if isinstance(x, (tuple, list, dict)):
             yield from _comms(x.values() if isinstance(x, dict) else x)
         elif (holding := getattr(getattr(x, "mesh", x), "_holding", None)) is not None:
-            yield holding.comms[0]
+            yield from holding.comms[:1]  # none of a mesh that is freed
 
 
 def whole(function: F) -> F:

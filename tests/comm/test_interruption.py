@@ -165,6 +165,19 @@ def test_before_a_call_waits_for_anything(call, warm, monkeypatch):
     mesh.free()
 
 
+def test_with_a_mesh_that_is_freed():
+    mesh = ms.init_mesh((-1,))
+    _, x = field(mesh)
+    mesh.free()
+
+    @interruption.whole
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted([x], {"mesh": mesh}, other=mesh)
+
+
 def test_before_halos_are_waited_for(monkeypatch):
     for use in (lambda e, u: e(u), lambda e, u: e.start(u)):
         mesh = ms.init_mesh((-1,))
