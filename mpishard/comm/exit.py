@@ -35,6 +35,8 @@ _SETTLED_S = 1.0
 
 # uncaught exceptions
 
+# to say the last words, while handlers of signals raise
+_TRIES = 20
 _installed = False
 
 
@@ -63,8 +65,10 @@ def install() -> None:
         try:
             _tell(kind, error, trace, previous)
         except BaseException:  # noqa: BLE001
-            with contextlib.suppress(BaseException):
-                say(f"[{place()}] uncaught exception: {kind.__name__}, of which no more can be told\n")
+            for _ in range(_TRIES):
+                with contextlib.suppress(BaseException):
+                    say(f"[{place()}] uncaught exception: {kind.__name__}, of which no more can be told\n")
+                    break
         finally:
             abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
