@@ -254,6 +254,19 @@ def same_numbers(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled yet, counted, or warned of."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    from mpishard.tensor import compiler
+
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(compiler, "_warned", False)
+
+
+@pytest.fixture
 def kills(request: pytest.FixtureRequest) -> Callable[[int], int]:
     """How often to kill what is to survive: in full on one stack, a quarter on another; `MPISHARD_KILLS` as often."""
     more = int(os.environ.get("MPISHARD_KILLS", "1"))

@@ -24,9 +24,13 @@ def field(mesh):
     return whole, ms.distribute_tensor(whole, mesh, (ms.Shard(2),))
 
 
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
+
+
 def interrupt(mesh):
     with pytest.raises(KeyboardInterrupt), guard.waiting("a wait", (), mesh.comm):
-        raise KeyboardInterrupt
+        interrupted()
 
 
 CALLS = {
@@ -90,9 +94,6 @@ def test_where_a_rank_computes_while_messages_travel(monkeypatch):
     mesh = ms.init_mesh((-1,))
     _, x = field(mesh)
 
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         patch.setattr(conv_overlap, "convolution", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -153,9 +154,6 @@ def test_before_a_call_waits_for_anything(call, warm, monkeypatch):
     if warm:
         call(x)
 
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         patch.setattr(guard.waiting, "__init__", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -170,21 +168,14 @@ def test_with_a_mesh_that_is_freed():
     _, x = field(mesh)
     mesh.free()
 
-    @interruption.whole
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        interrupted([x], {"mesh": mesh}, other=mesh)
+        interruption.whole(interrupted)([x], {"mesh": mesh}, other=mesh)
 
 
 def test_before_halos_are_waited_for(monkeypatch):
     for use in (lambda e, u: e(u), lambda e, u: e.start(u)):
         mesh = ms.init_mesh((-1,))
         exchanger, block = ms.HaloExchanger(mesh, (6, 6), ((1, 1), (0, 0)), torch.float32), torch.zeros(6, 6)
-
-        def interrupted(*_, **__):
-            raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
             patch.setattr(ms.HaloExchanger, "_refresh", interrupted)

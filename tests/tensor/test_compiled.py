@@ -17,18 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 import mpishard as ms
 from mpishard.comm import traced
-from mpishard.tensor import compiler
 from tests.compare import WORLD, gathered, mesh_of, shard, skew
 from tests.release import RELEASE
 
 SIZE = WORLD.size
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    torch._dynamo.reset()
-    counters.clear()
-    monkeypatch.setattr(compiler, "_warned", False)
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Exchanges:

@@ -16,17 +16,10 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 
 import mpishard as ms
-from mpishard.tensor import compiler
 from tests.compare import WORLD, gathered, mesh_of, shard
 
 RANK, SIZE = WORLD.rank, WORLD.size
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    torch._dynamo.reset()
-    counters.clear()
-    monkeypatch.setattr(compiler, "_warned", False)
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Counted:

@@ -16,19 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mpishard as ms
 from mpishard.autograd.compiled import _kept as kept
-from mpishard.tensor import compiler
 from tests.compare import WORLD, gathered, mesh_of, shard, skew
 from tests.release import RELEASE
 
 SIZE = WORLD.size
 N = 4 * SIZE
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    torch._dynamo.reset()
-    counters.clear()
-    monkeypatch.setattr(compiler, "_warned", False)
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def real(*shape):
