@@ -254,11 +254,15 @@ def is_common(error: BaseException) -> bool:
 
 def _desync(found: Sequence[disagreement.Kind]) -> DesyncError:
     odd = disagreement.unlike(found)
-    odd = f" ({odd} differ{'s' * odd.startswith('rank ')})" if odd else ""
+    return unlike("; ".join(map(str, found)), f" ({odd} differ{'s' * odd.startswith('rank ')})" if odd else "")
+
+
+def unlike(got: str, odd: str = "") -> DesyncError:
+    """Return the error of ranks that ``got`` tells of. Not collective."""
     return DesyncError(
         f"ranks made different calls{odd}",
         expected="the same call, with the same arguments, on every rank",
-        got="; ".join(map(str, found)),
+        got=got,
         fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call",
     )
 

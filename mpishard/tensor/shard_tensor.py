@@ -428,10 +428,11 @@ class _Pending(ShardTensor):
     __slots__ = ()
 
     def __getattr__(self, name: str) -> Any:
-        settle = self.__dict__.pop("_settle", None) if name == "block" else None
+        settle = self.__dict__.get("_settle") if name == "block" else None
         if settle is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         block = settle(True)
+        self.__dict__.pop("_settle", None)
         self.__class__ = ShardTensor  # type: ignore[assignment]
         self.block = block
         return block

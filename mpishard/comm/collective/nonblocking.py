@@ -58,10 +58,14 @@ class PendingReduction:
 
     def wait(self) -> torch.Tensor:
         """Return the tensor, which now holds the result. Collective, in the order of the starts."""
+        self.land()
+        return self._finish()
+
+    def land(self) -> None:
+        """Wait until MPI writes no more. Collective, in the order of the starts."""
         with guard.waiting(self._op, (), self._group.comm):
             MPI.Request.Waitall(self._requests)
         self._requests = []
-        return self._finish()
 
 
 def iall_reduce(x: torch.Tensor, group: Group, *, deterministic: bool | None = None) -> PendingReduction:
@@ -122,7 +126,7 @@ def _finish_at_end() -> None:
 def _wait_for_rest() -> None:
     while _left:
         for pending in _left.popitem()[1]:
-            pending.wait()
+            pending.land()
 
 
 # their results are of no use any more

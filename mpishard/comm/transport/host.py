@@ -181,6 +181,9 @@ class Host:
 
     def start_sum(self, x: Tensor, rule: Rule) -> tuple[list[MPI.Request], Callable[[], object]]:
         """Start to sum ``x`` in place; return requests, and what is to be done after them. Collective."""
+        if has_room(x, "sum"):
+            request, arrived = self._slot.start_sum(x, rule)
+            return [request], arrived
         self._slot.note("all_reduce in the background", rule.dtype, x.nbytes)
         at = x.data_ptr()
         return [

@@ -16,6 +16,7 @@ other lengths, and where two ranks may wait for each other (to and from one rank
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,10 +40,15 @@ _KEPT = 4096
 # operation, dtype, bytes as they travel, or 0 where ranks have their own
 _Key = tuple[str, torch.dtype, int]
 _CONFIRM: _Key = ("confirm", torch.int64, 0)
+# what is added to a reduction, and the two words that it is reduced to
+_Mark = tuple[bytes, int, int]
+# of a sum in the background: what is told of it, its message but for the numbers, and the end that comes back; what is
+# noted of it, and the number for all since then
+_Sum = tuple[Any, bytes, tuple[int, int], _Key, int]
 
 
 class Slot:
-    """Where the small all-reduces of a group happen, one after the other.
+    """Where the small all-reduces of a group happen, one after the other, or in the background.
 
     Parameters
     ----------
@@ -50,16 +56,19 @@ class Slot:
         Of its ranks.
     """
 
-    __slots__ = ("_buffer", "_comm", "_last", "_marks", "_memory", "_noted", "_numbers", "_remark", "_since", "_words")
+    __slots__ = (
+        *("_buffer", "_comm", "_last", "_marks", "_noted", "_numbers"),
+        *("_remark", "_since", "_spare", "_sums", "_words"),
+    )
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
-        self._memory = bytearray(SLOT_NBYTES)
-        # as MPI takes it fastest
-        self._buffer = MPI.buffer(self._memory)
-        self._words = memoryview(self._memory).cast("q")
-        self._marks: dict[Any, tuple[bytes, int, int]] = {}
-        self._last: tuple[bytes, int, int] | None = None
+        self._buffer, self._words = _room()
+        # of sums in the background that are through
+        self._spare: list[tuple[Any, memoryview]] = []
+        self._marks: dict[Any, _Mark] = {}
+        self._sums: dict[tuple[torch.dtype, int, int], _Sum] = {}
+        self._last: _Mark | None = None
         # of what has none: a number for each kind; one for all since the last small one, and the last of them
         self._numbers: dict[_Key, int] = {}
         self._since = 0
@@ -86,6 +95,50 @@ class Slot:
         self._reduce(most, most, key, (MPI.INT64_T, MPI.MAX))
         y.copy_(most.bitwise_not_() if op == "min" else most)
 
+    def start_sum(self, x: torch.Tensor, rule: Rule) -> tuple[MPI.Request, Callable[[], None]]:
+        """Start to sum ``x``, contiguous and of `ROOM_NBYTES` at most, in place. Collective.
+
+        Returns a request, and what puts the sum into ``x`` after it, which is not collective, and raises a
+        `DesyncError` where the ranks have started other sums. It alone keeps the memory that MPI writes into.
+        """
+        comm, noted, remark = self._comm, self._noted, self._remark
+        known = self._sums.get((rule.dtype, x.nbytes, self._since))
+        if known is None:
+            known = self._sum_of(x, rule.dtype)
+        # a small one that waits tells of those that nobody waits for
+        called, blank, expected, self._noted, self._since = known
+        self._remark = ""
+        room = self._spare.pop() if self._spare else _room()
+        message, words = room
+        values = address(x.data_ptr(), x.nbytes)
+        n = x.nbytes
+        message[:] = blank
+        message[:n] = values
+        left = [room]
+
+        def arrived() -> None:
+            if not left:
+                return
+            if (words[-2], words[-1]) != expected:
+                # not compared: the others may never ask for this sum
+                told = self._told(called, noted, remark)
+                raise guard.unlike(f"rank {comm.Get_rank()}: {told}; another rank: another call")
+            values[:] = message[:n]
+            self._spare.append(left.pop())
+
+        return comm.Iallreduce(MPI.IN_PLACE, (message, rule.datatype), rule.op), arrived
+
+    def _sum_of(self, x: torch.Tensor, dtype: torch.dtype) -> _Sum:
+        if len(self._sums) >= _KEPT:
+            self._sums.clear()
+        key, since = ("sum in the background", dtype, x.nbytes), self._since
+        called = (key, since) if since else key
+        mine, *end = self._marked(called, x.dtype, summed=True)
+        self.note("all_reduce in the background", dtype, x.nbytes)
+        known = called, bytes(ROOM_NBYTES) + mine, (end[0], end[1]), self._noted, self._since
+        self._sums[dtype, x.nbytes, since] = known
+        return known
+
     def confirm(self) -> None:
         """Wait for all ranks, and compare what was noted with what they have. Collective.
 
@@ -97,9 +150,15 @@ class Slot:
         with guard.waiting(self._noted[0], (), self._comm):
             self._reduce(_EMPTY, _EMPTY, _CONFIRM, (MPI.INT64_T, MPI.MAX))
 
-    def _said(self, since: int) -> str:
-        op, dtype, nbytes = self._noted
-        return f"{op}, {nbytes or 'some'} bytes for {dtype} (all since: {since:x}){self._remark}"
+    @staticmethod
+    def _told(called: Any, noted: _Key, remark: str) -> str:
+        key, since = (called, 0) if isinstance(called[0], str) else called
+        op, dtype, nbytes = key
+        texts = [] if key is _CONFIRM else [f"all_reduce {op}, {nbytes} bytes for {dtype}"]
+        if since:
+            op, dtype, nbytes = noted
+            texts.append(f"{op}, {nbytes or 'some'} bytes for {dtype} (all since: {since:x}){remark}")
+        return ", after ".join(texts)
 
     def note(self, op: str, dtype: torch.dtype, nbytes: int = 0) -> None:
         """Have a collective that has no mark compared with those of the other ranks at the next small all-reduce.
@@ -123,16 +182,8 @@ class Slot:
 
     def _reduce(self, x: torch.Tensor, y: torch.Tensor, key: _Key, how: tuple[MPI.Datatype, MPI.Op]) -> None:
         n, words, buffer = x.nbytes, self._words, self._buffer
-        called: Any = key
-        if self._since:
-            called = key, self._since
-            self._since = 0
-        mark = self._marks.get(called)
-        if mark is None:
-            if len(self._marks) >= _KEPT:
-                self._marks.clear()
-            mine, expected = marks(str(called), x.dtype, self._comm.Get_size(), summed=how[1] == MPI.SUM)
-            mark = self._marks[called] = (mine, *np.frombuffer(expected, np.int64).tolist())
+        called: Any = (key, self._since) if self._since else key
+        mark = self._marked(called, x.dtype, summed=how[1] == MPI.SUM)
         if mark is not self._last:
             # what others have left would be reduced again and again
             buffer[:] = _NOTHING
@@ -141,14 +192,26 @@ class Slot:
         buffer[ROOM_NBYTES:] = mark[0]
         self._comm.Allreduce(MPI.IN_PLACE, (buffer, how[0]), how[1])
         if words[-2] != mark[1] or words[-1] != mark[2]:
-            op, dtype, nbytes = key
-            texts = [] if key is _CONFIRM else [f"all_reduce {op}, {nbytes} bytes for {dtype}"]
-            if called is not key:
-                texts.append(self._said(called[1]))
-            raise guard.differing(self._comm, ", after ".join(texts))
+            raise guard.differing(self._comm, self._told(called, self._noted, self._remark))
         if called is not key:
             self._remark = ""
         address(y.data_ptr(), n)[:] = buffer[:n]
+
+    def _marked(self, called: Any, dtype: torch.dtype, *, summed: bool) -> _Mark:
+        self._since = 0
+        mark = self._marks.get(called)
+        if mark is None:
+            if len(self._marks) >= _KEPT:
+                self._marks.clear()
+            mine, expected = marks(str(called), dtype, self._comm.Get_size(), summed=summed)
+            mark = self._marks[called] = (mine, *np.frombuffer(expected, np.int64).tolist())
+        return mark
+
+
+def _room() -> tuple[Any, memoryview]:
+    """Return a message as MPI takes it fastest, and its words. Not collective."""
+    memory = bytearray(SLOT_NBYTES)
+    return MPI.buffer(memory), memoryview(memory).cast("q")
 
 
 def slot_of(group: Group) -> Slot:

@@ -11,6 +11,7 @@ import torch
 from mpi4py import MPI
 
 import mpishard as ms
+from mpishard.comm import guard
 from mpishard.comm.collective import blocking, nonblocking
 from mpishard.comm.memory.reduction_type import rule_of
 from mpishard.comm.transport import nccl
@@ -158,6 +159,75 @@ def test_what_has_no_mark_is_named_at_the_next_small_one(group, op, odd):
             assert "int32" in str(e.value)
         # what was told is over
         assert torch.equal(blocking.all_reduce(torch.ones(3), group), torch.full((3,), float(WORLD.size)))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("op", UNMARKED)
+def test_what_has_no_mark_is_named_at_the_next_small_one_in_the_background(group, op):
+    last = WORLD.rank == WORLD.size - 1
+    UNMARKED[op](torch.ones(256, dtype=torch.int32 if last else torch.float32), group)
+    pending = nonblocking.iall_reduce(torch.ones(2), group)
+    with pytest.raises(ms.errors.DesyncError, match=r"sum in the background, 8 bytes for torch\.float32, after") as e:
+        pending.wait()
+    assert ("int32" in str(e.value)) == last
+    # what waits compares all ranks' calls, those in the background among them: they were the same
+    assert torch.equal(blocking.all_reduce(torch.ones(3), group), torch.full((3,), float(WORLD.size)))
+
+
+SMALL = {
+    "same": torch.ones(5),
+    "dtype": torch.ones(5, dtype=torch.int32),
+    "bytes": torch.ones(5, dtype=torch.float64),
+    "length": torch.ones(1),
+    "half": torch.ones(5, dtype=torch.float16),
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("odd", SMALL)
+def test_small_sums_in_the_background_have_marks(group, odd):
+    """Whatever MPI makes of other lengths and types, nobody reads it."""
+    last = WORLD.rank == WORLD.size - 1
+    for _ in range(3):
+        x = SMALL[odd if last else "same"].clone()
+        pending = nonblocking.iall_reduce(x, group)
+        if odd == "same":
+            assert torch.equal(pending.wait(), torch.full_like(x, WORLD.size))
+        else:
+            for _ in range(2):
+                with pytest.raises(ms.errors.DesyncError, match=f"rank {WORLD.rank}: all_reduce sum in the background"):
+                    pending.wait()
+            assert torch.equal(x, torch.ones_like(x))
+            with pytest.raises(ms.errors.DesyncError, match="after all_reduce in the background"):
+                blocking.all_reduce(torch.ones(2), group)
+        assert torch.equal(blocking.all_reduce(torch.ones(3), group), torch.full((3,), float(WORLD.size)))
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_sum_that_differs_is_no_value(monkeypatch):
+    """As a user meets it: on whichever ranks ask, and as often as they ask."""
+    monkeypatch.setattr(guard, "DEBUG", False)
+    x = ms.distribute_tensor(torch.arange(12.0).view(6, 2), mesh_of((WORLD.size,)), [ms.Shard(0)])
+    total = x.double().sum() if WORLD.rank == 0 else x.sum(0)
+    if WORLD.rank != 1:
+        for _ in range(2):
+            with pytest.raises(ms.errors.DesyncError, match="in the background"):
+                print(total.to_local())
+    with pytest.raises(ms.errors.DesyncError):
+        x.max()
+
+
+@pytest.mark.ranks(2, 3)
+def test_small_sums_in_the_background_are_asked_for_in_any_order(group):
+    draw = np.random.default_rng(3)
+    for _ in range(20):
+        sizes = draw.integers(1, 90, 9).tolist()
+        given = [torch.arange(n, dtype=torch.float32) + k for k, n in enumerate(sizes)]
+        pending = [nonblocking.iall_reduce(x.clone(), group) for x in given]
+        for k in np.random.default_rng(WORLD.rank).permutation(9)[:6]:
+            assert torch.equal(pending[k].wait(), given[k] * WORLD.size)
+        for left in pending:
+            left.land()
 
 
 # of one rank, where a library may let other lengths pass
