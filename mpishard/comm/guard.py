@@ -57,7 +57,7 @@ TIMEOUT_S = _timeout_s()
 
 # of the small reductions of a mesh, all of one length: where two of them meet, their marks tell. A power of two:
 # libraries cut a message among the ranks by its numbers, and parts must have one length whatever their dtype
-SLOT_NBYTES, MARK_NBYTES = 256, 16
+SLOT_NBYTES, MARK_NBYTES = 512, 16
 
 
 def extreme_mark(digest: int) -> tuple[int, int]:
@@ -77,7 +77,7 @@ def agree(
 ) -> Pair:
     """Raise on every rank where any rank has an error, or where the ranks' signatures differ.
 
-    Collective. One reduction of 256 bytes where all is well; else some kilobytes, whatever the number of ranks.
+    Collective. One reduction of 512 bytes where all is well; else some kilobytes, whatever the number of ranks.
 
     Parameters
     ----------

@@ -39,8 +39,9 @@ class Compared(Slot):
         """Only see whose thread this is. Not collective."""
         thread.require(self._comm)
 
-    def confirm(self) -> None:
-        """Do nothing. Not collective."""
+    def meet(self, op: str, dtype: torch.dtype, nbytes: int = 0) -> None:
+        """Only see whose thread this is. Not collective."""
+        thread.require(self._comm)
 
 
 class Mark:

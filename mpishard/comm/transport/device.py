@@ -20,7 +20,7 @@ from mpishard.comm.tag import Label, hashed
 from mpishard.comm.transport import nccl
 from mpishard.comm.transport.device_message import Envelope, Relay
 from mpishard.comm.transport.host import Parcels, came, swap
-from mpishard.comm.transport.slot import has_room, slot_of
+from mpishard.comm.transport.slot import ALL_REDUCE, has_room, slot_of
 
 
 class Device:
@@ -37,16 +37,21 @@ class Device:
         self.has_kernel, self.device = driver.has_kernel, driver.device
         self._slot = slot_of(group)
 
+    def _meet(self, wait: str, op: str, dtype: torch.dtype, nbytes: int = 0) -> None:
+        with guard.waiting(wait, (), self.comm):
+            self._slot.meet(op, dtype, nbytes)
+
     def all_reduce(self, x: Tensor, y: Tensor, rule: Rule, op: str) -> None:
         """Reduce ``x``, contiguous, to ``y``, which may be ``x``. Collective over the group."""
         # extrema would be turned into others by torch, on the host
         small = op == "sum" and has_room(x, op)
-        if not small:
-            self._slot.note(f"all_reduce {op}", rule.dtype, x.nbytes)
         link = nccl.link_of(self.group, x, x.nbytes)
         if link is not None and link.serves(x.dtype, op):
+            self._slot.note(ALL_REDUCE[op], rule.dtype, x.nbytes)
             link.all_reduce(x, y, op)
             return
+        if not small:
+            self._meet("all_reduce", ALL_REDUCE[op], rule.dtype, x.nbytes)
 
         def move(_: int, here: Tensor, there: Tensor) -> None:
             with guard.waiting("all_reduce", (), self.comm):
@@ -63,35 +68,30 @@ class Device:
 
         A piece travels while the next one comes down.
         """
-        small = has_room(x, "sum")
-        if not small:
-            self._slot.note("all_reduce in the background", rule.dtype, x.nbytes)
         driver = self.driver
         link = nccl.link_of(self.group, x, x.nbytes)
         if link is not None and link.serves(x.dtype):
+            self._slot.note("all_reduce in the background", rule.dtype, x.nbytes)
             link.all_reduce(x, x, "sum")
             return [], lambda: None
-        memory, host = byte_view(x), driver.pinned(x.nbytes)
+        memory, host, small = byte_view(x), driver.pinned(x.nbytes), has_room(x, "sum")
         marks, requests = [], []
-        parts = [(a, b) for ((a, b),) in cut(x.nbytes, x.itemsize)]
+        parts = [(0, x.nbytes)] if small else [(a, b) for ((a, b),) in cut(x.nbytes, x.itemsize)]
         for a, b in parts:
             driver.download(host[a:b], memory[a:b])
             marks.append(driver.mark())
-        arrived = []
+        if small:
+            driver.wait(marks.pop())
+        request, arrived = self._slot.start_sum(host.view(x.dtype), rule)
+        requests.append(request)
         for (a, b), mark in zip(parts, marks):
             driver.wait(mark)
             driver.lend([], [host[a:b]])
-            if small:
-                request, put = self._slot.start_sum(host[a:b].view(x.dtype), rule)
-                arrived.append(put)
-            else:
-                request = self.comm.Iallreduce(MPI.IN_PLACE, (as_bytes(host[a:b]), rule.datatype), rule.op)
-            requests.append(request)
+            requests.append(self.comm.Iallreduce(MPI.IN_PLACE, (as_bytes(host[a:b]), rule.datatype), rule.op))
 
         def finish() -> None:
             driver.take_back([], [host])
-            for put in arrived:
-                put()
+            arrived()
             driver.upload(memory, host)
 
         return requests, finish
@@ -103,11 +103,12 @@ class Device:
     def all_gather(self, x: Tensor, flat: Tensor, counts: Sequence[int]) -> None:
         """Gather ``counts`` bytes of every rank to ``flat``, which is contiguous. Collective over the group."""
         flat = flat.view(-1)
-        self._slot.note("all_gather", x.dtype, flat.nbytes)
         link = nccl.link_of(self.group, x, flat.nbytes)
         if link is not None:
+            self._slot.note("all_gather", x.dtype, flat.nbytes)
             link.all_gather(x, flat, [n // x.itemsize for n in counts])
             return
+        self._meet("all_gather", "all_gather", x.dtype, flat.nbytes)
         parts = cut_blocks(counts)
 
         def move(k: int, here: Tensor, there: Tensor) -> None:
@@ -118,7 +119,7 @@ class Device:
 
     def reduce_scatter(self, flat: Tensor, result: Tensor, counts: Sequence[int], rule: Rule) -> None:
         """Reduce ``flat``, of ``counts`` numbers for each rank, to one's own. Collective over the group."""
-        self._slot.note("reduce_scatter", rule.dtype, flat.nbytes)
+        self._meet("reduce_scatter", "reduce_scatter", rule.dtype, flat.nbytes)
         comm, datatype, size = self.comm, rule.datatype, flat.itemsize
         parts = cut_blocks([n * size for n in counts], size)
 
@@ -133,18 +134,18 @@ class Device:
         self, flat: Tensor, out: Sequence[int], into: Tensor, counts: Sequence[int], bound_nbytes: int
     ) -> None:
         """Send ``out`` numbers to every rank, and receive ``counts`` of each. Collective over the group."""
-        self._slot.note("all_to_all", into.dtype)
         blocks, back = flat.split(list(out)), into.split(list(counts))
         link = nccl.link_of(self.group, into, bound_nbytes)
         if link is not None:
+            self._slot.note("all_to_all", into.dtype)
             link.all_to_all(blocks, back)
         else:
+            self._meet("all_to_all", "all_to_all", into.dtype)
             self.post(list(enumerate(blocks)), list(enumerate(back)), "all_to_all", hashed("all_to_all")).wait()
 
     def broadcast(self, x: Tensor, root: int) -> None:
         """Fill ``x`` with the root's. Collective over the group."""
-        self._slot.note(f"broadcast from {root}", x.dtype, x.nbytes)
-        self._slot.confirm()
+        self._meet("broadcast", f"broadcast from {root}", x.dtype, x.nbytes)
         link, at_root = nccl.link_of(self.group, x, x.nbytes), self.group.rank == root
         if link is not None:
             link.broadcast(x, root)
@@ -160,8 +161,7 @@ class Device:
 
     def reduce(self, x: Tensor, y: Tensor, rule: Rule, root: int) -> None:
         """Reduce ``x`` to ``y`` of the root. Collective over the group."""
-        self._slot.note(f"reduce to {root}", rule.dtype, x.nbytes)
-        self._slot.confirm()
+        self._meet("reduce", f"reduce to {root}", rule.dtype, x.nbytes)
         comm, datatype, at_root = self.comm, rule.datatype, self.group.rank == root
 
         def move(_: int, here: Tensor, there: Tensor) -> None:

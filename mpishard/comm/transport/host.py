@@ -18,7 +18,7 @@ from mpishard.comm.memory.reduction_type import Rule
 from mpishard.comm.mesh import Group
 from mpishard.comm.tag import Flight, Label, crossed, hashed, said, wait_all
 from mpishard.comm.transport.device_message import ALIGN, Envelope
-from mpishard.comm.transport.slot import has_room, slot_of
+from mpishard.comm.transport.slot import ALL_REDUCE, has_room, slot_of
 from mpishard.layout import are_equal
 
 # (rank, tensor)
@@ -145,10 +145,6 @@ def free_storage(storages: list[Storage], nbytes: int, device: torch.device | No
     return storages[-1]
 
 
-# each text is made once
-_ALL_REDUCE = {op: f"all_reduce {op}" for op in ("sum", "prod", "max", "min")}
-
-
 class Host:
     """How tensors in host memory travel among the ranks of a group. Nothing here checks or counts, but for messages.
 
@@ -172,24 +168,22 @@ class Host:
             with guard.waiting("all_reduce", (), self.comm):
                 self._slot.all_reduce(x, y, rule, op)
             return
-        self._slot.note(_ALL_REDUCE[op], rule.dtype, x.nbytes)
         at, to, comm, datatype = x.data_ptr(), y.data_ptr(), self.comm, rule.datatype
         with guard.waiting("all_reduce", (), comm):
+            self._slot.meet(ALL_REDUCE[op], rule.dtype, x.nbytes)
             for a, n in pieces(x.nbytes):
                 send = MPI.IN_PLACE if at == to else (address(at + a, n), datatype)
                 comm.Allreduce(send, (address(to + a, n), datatype), rule.op)
 
     def start_sum(self, x: Tensor, rule: Rule) -> tuple[list[MPI.Request], Callable[[], object]]:
         """Start to sum ``x`` in place; return requests, and what is to be done after them. Collective."""
-        if has_room(x, "sum"):
-            request, arrived = self._slot.start_sum(x, rule)
-            return [request], arrived
-        self._slot.note("all_reduce in the background", rule.dtype, x.nbytes)
-        at = x.data_ptr()
-        return [
-            self.comm.Iallreduce(MPI.IN_PLACE, (address(at + a, n), rule.datatype), rule.op)
-            for a, n in pieces(x.nbytes)
-        ], lambda: None
+        request, arrived = self._slot.start_sum(x, rule)
+        requests = [request]
+        if not has_room(x, "sum"):
+            at, datatype = x.data_ptr(), rule.datatype
+            for a, n in pieces(x.nbytes):
+                requests.append(self.comm.Iallreduce(MPI.IN_PLACE, (address(at + a, n), datatype), rule.op))
+        return requests, arrived
 
     def on_host(self, x: Tensor) -> Tensor:
         """Return ``x`` where MPI may read it at once. Not collective."""
@@ -197,8 +191,8 @@ class Host:
 
     def all_gather(self, x: Tensor, flat: Tensor, counts: Sequence[int]) -> None:
         """Gather ``counts`` bytes of every rank to ``flat``, which is contiguous. Collective over the group."""
-        self._slot.note("all_gather", x.dtype, flat.nbytes)
         with guard.waiting("all_gather", (), self.comm):
+            self._slot.meet("all_gather", x.dtype, flat.nbytes)
             if flat.nbytes > buffer.MESSAGE_NBYTES:
                 size = self.group.size
                 MPI.Request.Waitall(start_messages(x, [(0, x.nbytes)] * size, flat, spans(counts), self.group))
@@ -209,9 +203,9 @@ class Host:
 
     def reduce_scatter(self, flat: Tensor, result: Tensor, counts: Sequence[int], rule: Rule) -> None:
         """Reduce ``flat``, of ``counts`` numbers for each rank, to one's own. Collective over the group."""
-        self._slot.note("reduce_scatter", rule.dtype, flat.nbytes)
         comm, datatype = self.comm, rule.datatype
         with guard.waiting("reduce_scatter", (), comm):
+            self._slot.meet("reduce_scatter", rule.dtype, flat.nbytes)
             if flat.nbytes <= buffer.MESSAGE_NBYTES:
                 send, into = (as_bytes(flat), datatype), (as_bytes(result), datatype)
                 if are_equal(counts):
@@ -229,10 +223,10 @@ class Host:
         self, flat: Tensor, out: Sequence[int], into: Tensor, counts: Sequence[int], bound_nbytes: int
     ) -> None:
         """Send ``out`` numbers to every rank, and receive ``counts`` of each. Collective over the group."""
-        self._slot.note("all_to_all", into.dtype)
         size = into.itemsize
         ahead, back = [n * size for n in out], [n * size for n in counts]
         with guard.waiting("all_to_all", (), self.comm):
+            self._slot.meet("all_to_all", into.dtype)
             if bound_nbytes > buffer.MESSAGE_NBYTES:
                 MPI.Request.Waitall(start_messages(flat, spans(ahead), into, spans(back), self.group))
             else:
@@ -240,19 +234,16 @@ class Host:
 
     def broadcast(self, x: Tensor, root: int) -> None:
         """Fill ``x`` with the root's. Collective over the group."""
-        self._slot.note(f"broadcast from {root}", x.dtype, x.nbytes)
-        # ahead: of two ranks that each take the other for the root, both would wait
-        self._slot.confirm()
         with guard.waiting("broadcast", (), self.comm):
+            self._slot.meet(f"broadcast from {root}", x.dtype, x.nbytes)
             for a, n in pieces(x.nbytes):
                 self.comm.Bcast(address(x.data_ptr() + a, n), root)
 
     def reduce(self, x: Tensor, y: Tensor, rule: Rule, root: int) -> None:
         """Reduce ``x`` to ``y`` of the root. Collective over the group."""
-        self._slot.note(f"reduce to {root}", rule.dtype, x.nbytes)
-        self._slot.confirm()
         comm, datatype, at_root = self.comm, rule.datatype, self.group.rank == root
         with guard.waiting("reduce", (), comm):
+            self._slot.meet(f"reduce to {root}", rule.dtype, x.nbytes)
             for a, n in pieces(x.nbytes):
                 into = (address(y.data_ptr() + a, n), datatype) if at_root else None
                 comm.Reduce((address(x.data_ptr() + a, n), datatype), into, rule.op, root)

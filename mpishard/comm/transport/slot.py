@@ -8,9 +8,10 @@ Extrema all travel as maxima of 64-bit integers: where some ranks took the small
 looked at numbers of other lengths, one of them could come out with its own. Products have no place here: a mark would
 have to be 1.
 
-What is not small, or no all-reduce, has no mark of its own. Its operation, dtype and length are noted here, and go into
-the mark of the next small one: where they differed, all ranks learn of it then. Ahead of what MPI libraries let pass in
-other lengths, and where two ranks may wait for each other (to and from one rank), goes one of nothing but a mark.
+What is not small, or no all-reduce, has no mark of its own: MPI libraries let other lengths pass, or end the process,
+and two ranks may wait for each other. So ahead of it goes a message of nothing but a mark. Ahead of what goes on in the
+background, or by NCCL, no rank waits: its operation, dtype and length are noted here, and go into the next mark, where
+all ranks learn of it if they differed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from mpishard.comm.mesh import Group
 
 ROOM_NBYTES = SLOT_NBYTES - MARK_NBYTES
+# each text is made once
+ALL_REDUCE = {op: f"all_reduce {op}" for op in ("sum", "prod", "max", "min")}
 _NOTHING = bytes(SLOT_NBYTES)
 _EMPTY = torch.empty(0, dtype=torch.int64, device="cpu")
 # of marks, which take some microseconds to make
@@ -39,7 +42,6 @@ _KEPT = 4096
 
 # operation, dtype, bytes as they travel, or 0 where ranks have their own
 _Key = tuple[str, torch.dtype, int]
-_CONFIRM: _Key = ("confirm", torch.int64, 0)
 # what is added to a reduction, and the two words that it is reduced to
 _Mark = tuple[bytes, int, int]
 # of a sum in the background: what is told of it, its message but for the numbers, and the end that comes back; what is
@@ -85,7 +87,7 @@ class Slot:
         DesyncError
             On every rank: some reduce otherwise.
         """
-        key = op, rule.dtype, x.nbytes
+        key = ALL_REDUCE[op], rule.dtype, x.nbytes
         if op == "sum":
             self._reduce(x, y, key, (rule.datatype, rule.op))
             return
@@ -96,7 +98,7 @@ class Slot:
         y.copy_(most.bitwise_not_() if op == "min" else most)
 
     def start_sum(self, x: torch.Tensor, rule: Rule) -> tuple[MPI.Request, Callable[[], None]]:
-        """Start to sum ``x``, contiguous and of `ROOM_NBYTES` at most, in place. Collective.
+        """Start to sum ``x``, contiguous, in place: if it is small, else what is to be compared alone. Collective.
 
         Returns a request, and what puts the sum into ``x`` after it, which is not collective, and raises a
         `DesyncError` where the ranks have started other sums. It alone keeps the memory that MPI writes into.
@@ -110,8 +112,8 @@ class Slot:
         self._remark = ""
         room = self._spare.pop() if self._spare else _room()
         message, words = room
-        values = address(x.data_ptr(), x.nbytes)
-        n = x.nbytes
+        n = x.nbytes if x.nbytes <= ROOM_NBYTES else 0
+        values = address(x.data_ptr(), n)
         message[:] = blank
         message[:n] = values
         left = [room]
@@ -131,7 +133,7 @@ class Slot:
     def _sum_of(self, x: torch.Tensor, dtype: torch.dtype) -> _Sum:
         if len(self._sums) >= _KEPT:
             self._sums.clear()
-        key, since = ("sum in the background", dtype, x.nbytes), self._since
+        key, since = (f"{ALL_REDUCE['sum']} in the background", dtype, x.nbytes), self._since
         called = (key, since) if since else key
         mine, *end = self._marked(called, x.dtype, summed=True)
         self.note("all_reduce in the background", dtype, x.nbytes)
@@ -139,26 +141,27 @@ class Slot:
         self._sums[dtype, x.nbytes, since] = known
         return known
 
-    def confirm(self) -> None:
-        """Wait for all ranks, and compare what was noted with what they have. Collective.
+    def meet(self, op: str, dtype: torch.dtype, nbytes: int = 0) -> None:
+        """Wait for all ranks ahead of a collective that has no mark, and compare it with what they call. Collective.
+
+        The parameters are those of `note`.
 
         Raises
         ------
         DesyncError
-            On every rank: some made another call.
+            On every rank: some make another call.
         """
-        with guard.waiting(self._noted[0], (), self._comm):
-            self._reduce(_EMPTY, _EMPTY, _CONFIRM, (MPI.INT64_T, MPI.MAX))
+        thread.require(self._comm)
+        self._reduce(_EMPTY, _EMPTY, (op, dtype, nbytes), (MPI.INT64_T, MPI.MAX))
 
     @staticmethod
     def _told(called: Any, noted: _Key, remark: str) -> str:
         key, since = (called, 0) if isinstance(called[0], str) else called
-        op, dtype, nbytes = key
-        texts = [] if key is _CONFIRM else [f"all_reduce {op}, {nbytes} bytes for {dtype}"]
+        text = "{}, {} bytes for {}".format(key[0], key[2] or "some", key[1])
         if since:
             op, dtype, nbytes = noted
-            texts.append(f"{op}, {nbytes or 'some'} bytes for {dtype} (all since: {since:x}){remark}")
-        return ", after ".join(texts)
+            text += f", after {op}, {nbytes or 'some'} bytes for {dtype} (all since: {since:x}){remark}"
+        return text
 
     def note(self, op: str, dtype: torch.dtype, nbytes: int = 0) -> None:
         """Have a collective that has no mark compared with those of the other ranks at the next small all-reduce.

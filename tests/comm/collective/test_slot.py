@@ -8,7 +8,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from mpi4py import MPI
 
 import mpishard as ms
 from mpishard.comm import guard
@@ -108,28 +107,30 @@ def with_plans():
     return mesh
 
 
-def in_background(x, group):
-    requests, end = transport_of(group, x).start_sum(x, rule_of("sum", x.dtype))
-    MPI.Request.Waitall(requests)
-    end()
-
-
 @pytest.fixture(params=["host", "device", "nccl"])
-def group(request, monkeypatch):
-    """All ranks, whose tensors lie on the host, or travel as those on a device do."""
+def kind(request):
+    """Where tensors lie: on the host, or they travel as those on a device do."""
+    return request.param
+
+
+@pytest.fixture
+def group(kind, monkeypatch):
+    """All ranks."""
     ranks = with_plans().group((0,))
-    with emulated(kernel=True) if request.param != "host" else contextlib.nullcontext():
-        if request.param == "nccl":
+    with emulated(kernel=True) if kind != "host" else contextlib.nullcontext():
+        if kind == "nccl":
             monkeypatch.setattr(nccl, "link_of", lambda group, x, nbytes: None if nbytes < 512 else Silent())
         yield ranks
 
 
 COUNTS = {2: [200, 56], 3: [200, 0, 56]}
-# what has no mark, called by a tensor and a group
+# what has no mark of its own, called by a tensor and a group
 UNMARKED = {
     "all_reduce sum": blocking.all_reduce,
     "all_reduce max": lambda x, group: blocking.all_reduce(x, group, "max"),
-    "all_reduce in the background": in_background,
+    "all_reduce prod": lambda x, group: blocking.all_reduce(x[:2], group, "prod"),
+    "reduce": lambda x, group: blocking.reduce(x, group, 0),
+    "broadcast": lambda x, group: blocking.broadcast(x, group, 0),
     "reduce_scatter": lambda x, group: blocking.reduce_scatter(x, group, 0, COUNTS[group.size]),
     "all_gather": lambda x, group: blocking.all_gather(x, group, 0, [256] * group.size),
     "all_to_all": lambda x, group: blocking.all_to_all_flat(
@@ -140,21 +141,28 @@ UNMARKED = {
     ).wait(),
     "all_gather in the background": lambda x, group: nonblocking.iall_gather([x], group).wait(),
 }
+# compared at the next mark: on the host, what goes on in the background, else what NCCL carries
+NOTED = {
+    "host": [op for op in UNMARKED if "background" in op],
+    "device": [],
+    "nccl": ["all_reduce sum", "all_reduce max", "all_gather", "all_gather in the background", "all_to_all"],
+}
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("odd", [torch.int32, torch.float32])
 @pytest.mark.parametrize("op", UNMARKED)
-def test_what_has_no_mark_is_named_at_the_next_small_one(group, op, odd):
-    """Equal bytes of another dtype: MPI adds them in silence."""
+def test_what_has_no_mark_is_named_at_once_or_at_the_next(group, kind, op, odd):
+    """Equal bytes of another dtype: MPI moves and adds them in silence."""
     for _ in range(2):
         x = torch.ones(256, dtype=odd if WORLD.rank == WORLD.size - 1 else torch.float32)
-        UNMARKED[op](x, group)
-        if odd is torch.float32:
-            assert torch.equal(blocking.all_reduce(torch.ones(2), group), torch.full((2,), float(WORLD.size)))
-        else:
-            with pytest.raises(ms.errors.DesyncError, match=f"after {op.partition(' in')[0]}") as e:
-                blocking.all_reduce(torch.ones(2), group)
+        noted, name = op in NOTED[kind], op.partition(" in")[0]
+        if noted or odd is torch.float32:
+            UNMARKED[op](x, group)
+        if odd is not torch.float32:
+            call, y = (blocking.all_reduce, x[:2].float()) if noted else (UNMARKED[op], x)
+            with pytest.raises(ms.errors.DesyncError, match=f"after {name}" if noted else name) as e:
+                call(y, group)
             assert len(set(WORLD.allgather(str(e.value)))) == 1
             assert "int32" in str(e.value)
         # what was told is over
@@ -162,45 +170,80 @@ def test_what_has_no_mark_is_named_at_the_next_small_one(group, op, odd):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("op", UNMARKED)
-def test_what_has_no_mark_is_named_at_the_next_small_one_in_the_background(group, op):
+@pytest.mark.parametrize("kind", ["host", "device"])
+@pytest.mark.parametrize("n", [5, 0])
+def test_collectives_of_other_lengths_are_named_before_they_meet(group, n):
+    """Which MPI libraries let pass, where they do not end the process."""
+    last = WORLD.rank == WORLD.size - 1
+    for _ in range(2):
+        x = torch.ones(n if last else 300)
+        with pytest.raises(ms.errors.DesyncError, match=f"all_gather, {4 * n * WORLD.size or 'some'} bytes"):
+            transport_of(group, x).all_gather(x, x.new_empty(len(x) * WORLD.size), [x.nbytes] * WORLD.size)
+        assert torch.equal(blocking.all_reduce(torch.ones(3), group), torch.full((3,), float(WORLD.size)))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("kind", ["host"])
+@pytest.mark.parametrize("op", NOTED["host"])
+def test_what_is_noted_is_named_by_a_sum_in_the_background(group, op):
     last = WORLD.rank == WORLD.size - 1
     UNMARKED[op](torch.ones(256, dtype=torch.int32 if last else torch.float32), group)
     pending = nonblocking.iall_reduce(torch.ones(2), group)
-    with pytest.raises(ms.errors.DesyncError, match=r"sum in the background, 8 bytes for torch\.float32, after") as e:
+    text = r"sum in the background, 8 bytes for torch\.float32, after"
+    with pytest.raises(ms.errors.DesyncError, match=text) as e:
         pending.wait()
     assert ("int32" in str(e.value)) == last
     # what waits compares all ranks' calls, those in the background among them: they were the same
     assert torch.equal(blocking.all_reduce(torch.ones(3), group), torch.full((3,), float(WORLD.size)))
 
 
-SMALL = {
+SUMS = {
     "same": torch.ones(5),
     "dtype": torch.ones(5, dtype=torch.int32),
     "bytes": torch.ones(5, dtype=torch.float64),
     "length": torch.ones(1),
     "half": torch.ones(5, dtype=torch.float16),
+    "large": torch.ones(256),
+    "large dtype": torch.ones(256, dtype=torch.int32),
 }
 
 
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("odd", SMALL)
-def test_small_sums_in_the_background_have_marks(group, odd):
-    """Whatever MPI makes of other lengths and types, nobody reads it."""
-    last = WORLD.rank == WORLD.size - 1
+def compare_sums(group, most, odd):
     for _ in range(3):
-        x = SMALL[odd if last else "same"].clone()
+        x = SUMS[odd if WORLD.rank == WORLD.size - 1 else most].clone()
         pending = nonblocking.iall_reduce(x, group)
-        if odd == "same":
+        if odd == most:
             assert torch.equal(pending.wait(), torch.full_like(x, WORLD.size))
         else:
             for _ in range(2):
                 with pytest.raises(ms.errors.DesyncError, match=f"rank {WORLD.rank}: all_reduce sum in the background"):
                     pending.wait()
-            assert torch.equal(x, torch.ones_like(x))
             with pytest.raises(ms.errors.DesyncError, match="after all_reduce in the background"):
                 blocking.all_reduce(torch.ones(2), group)
         assert torch.equal(blocking.all_reduce(torch.ones(3), group), torch.full((3,), float(WORLD.size)))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("odd", [odd for odd in SUMS if "large" not in odd])
+def test_small_sums_in_the_background_have_marks(group, odd):
+    """Whatever MPI makes of other lengths and types, nobody reads it."""
+    compare_sums(group, "same", odd)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("kind", ["host", "device"])
+@pytest.mark.parametrize("odd", ["large", "large dtype"])
+def test_sums_in_the_background_have_marks(group, odd):
+    compare_sums(group, "large", odd)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("kind", ["nccl"])
+def test_sums_in_the_background_by_nccl_are_noted(group):
+    x = SUMS["large dtype" if WORLD.rank == WORLD.size - 1 else "large"].clone()
+    nonblocking.iall_reduce(x, group).wait()
+    with pytest.raises(ms.errors.DesyncError, match="after all_reduce in the background"):
+        blocking.all_reduce(torch.ones(2), group)
 
 
 @pytest.mark.ranks(2, 3)
@@ -230,29 +273,6 @@ def test_small_sums_in_the_background_are_asked_for_in_any_order(group):
             left.land()
 
 
-# of one rank, where a library may let other lengths pass
-CONFIRMED = {
-    "reduce": blocking.reduce,
-    "broadcast": blocking.broadcast,
-}
-
-
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("odd", [torch.int32, torch.float32])
-@pytest.mark.parametrize("op", CONFIRMED)
-def test_what_one_rank_gives_or_gets_is_compared_at_once(group, op, odd):
-    for n in (3, 256):
-        x = torch.ones(n, dtype=odd if WORLD.rank == WORLD.size - 1 else torch.float32)
-        if odd is torch.float32:
-            CONFIRMED[op](x, group, 0)
-        else:
-            with pytest.raises(ms.errors.DesyncError, match=op) as e:
-                CONFIRMED[op](x, group, 0)
-            assert len(set(WORLD.allgather(str(e.value)))) == 1
-            assert "int32" in str(e.value)
-        assert torch.equal(blocking.all_reduce(torch.ones(3), group), torch.full((3,), float(WORLD.size)))
-
-
 class Silent:
     """Stands in for NCCL, which moves bytes whatever they are."""
 
@@ -279,22 +299,20 @@ def test_what_travels_as_another_dtype_is_named_by_its_own(device, most, odd, re
     with emulated(kernel=True) if device == "device" else contextlib.nullcontext():
         for n in (2, 256):
             x, group = torch.ones(n, dtype=dtype), mesh.group((0,))
-            if n == 256 or (device == "device" and reduced != "sum"):
-                blocking.all_reduce(x, group, reduced)
-                x = torch.ones(2)
             with pytest.raises(ms.DesyncError) as e:
-                blocking.all_reduce(x, group, "sum" if x.dtype == torch.float32 else reduced)
+                blocking.all_reduce(x, group, reduced)
             assert len(set(WORLD.allgather(str(e.value)))) == 1
             assert str(odd) in str(e.value)
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("odd", [0, 1, 150])
-def test_one_of_many_large_ones_that_differed_is_found(odd):
+def test_one_of_many_that_differed_is_found(odd):
     mesh = with_plans()
     for i in range(200):
         is_odd = i == odd and WORLD.rank == 0
-        ms.all_reduce(torch.ones(256, dtype=torch.int32 if is_odd else torch.float32), mesh)
+        x = torch.ones(256, dtype=torch.int32 if is_odd else torch.float32)
+        nonblocking.iall_gather([x], mesh.group((0,))).wait()
     with pytest.raises(ms.errors.DesyncError):
         ms.all_reduce(torch.ones(2), mesh)
     assert ms.all_reduce(torch.ones(3), mesh).tolist() == [WORLD.size] * 3
