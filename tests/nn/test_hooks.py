@@ -148,7 +148,8 @@ def test_a_gradient_that_some_ranks_change(monkeypatch):
     if WORLD.rank == WORLD.size - 1:
         ours.mix.register_hook(lambda g: 2 * g)
     ours(x).backward()
-    with pytest.raises(ms.DesyncError, match="a hook returned another gradient"):
+    told = "a hook returned another gradient" if WORLD.rank == WORLD.size - 1 else "its own error names"
+    with pytest.raises(ms.DesyncError, match=told):
         ours(x).backward()
 
 
