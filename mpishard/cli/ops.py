@@ -88,5 +88,5 @@ def _without_rule(name: str, table: Sequence[Covered], none: Sequence[str]) -> i
     raise click.UsageError(
         f"no operation or family {name!r}; near it: {', '.join(near)}"
         if near
-        else f"no operation or family {name!r}; families: there are {', '.join(families)}"
+        else f"no operation or family {name!r}; families: {', '.join(families)}"
     )
