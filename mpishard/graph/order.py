@@ -10,7 +10,7 @@ import torch
 from mpishard.autograd.rows import told_counts
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import Group
-from mpishard.layout import bounds, repeated
+from mpishard.layout import bounds
 
 _SAMPLES = 16  # of each rank's keys, by which all are parted
 
@@ -49,8 +49,7 @@ def in_order(keys: Array, sizes: tuple[int, ...], group: Group, borders: Array |
     bound = 16 * bounds(sizes)[-1]
     came = blocking.all_to_all_flat(flat, (2 * go).tolist(), (2 * come).tolist(), group, bound).numpy().reshape(-1, 2)
     part = came[np.lexsort((came[:, 1], came[:, 0])), 1]
-    lengths = blocking.all_gather(torch.tensor([len(part)], device="cpu"), group, 0, repeated(((1, group.size),)))
-    return part, lengths.numpy()
+    return part, blocking.gather_counts("renumber", len(part), group, bounds(sizes)[-1:]).numpy()
 
 
 def _splitters(mine: Array, sizes: tuple[int, ...], group: Group) -> Array:

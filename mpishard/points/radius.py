@@ -14,7 +14,7 @@ from mpishard.autograd.linear import differentiated
 from mpishard.comm.collective import blocking
 from mpishard.comm.interruption import whole
 from mpishard.errors import LayoutError
-from mpishard.layout import Layout, layout_of, repeated
+from mpishard.layout import Layout, layout_of
 from mpishard.points.meet import Met, as_queries, distances_to, met
 from mpishard.points.tiles import POINTS, Tiles, nearby
 from mpishard.tensor.operand import moved
@@ -124,9 +124,9 @@ def radius(points: Tensor, queries: Tensor, radius: float, max_points: int | Non
 
 def _pairs(m: Met, rows: Layout, counts: Tensor) -> Layout:
     """Return the layout of pairs on the ranks of their queries. Collective over the mesh dims that cut these."""
-    dims, total = rows.sharded_mesh_dims, counts.sum().cpu().reshape(1)
+    dims, total = rows.sharded_mesh_dims, int(counts.sum())
     if not dims:
-        return layout_of(m.mesh.shape, rows.placements, (int(total),))
+        return layout_of(m.mesh.shape, rows.placements, (total,))
     group = m.mesh.group(dims)
-    sizes = blocking.all_gather(total, group, 0, repeated(((1, group.size),))).tolist()
+    sizes = blocking.gather_counts("pairs", total, group, rows.shape).tolist()
     return layout_of(m.mesh.shape, rows.placements, (sum(sizes),), (tuple(sizes),))

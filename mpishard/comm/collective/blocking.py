@@ -26,7 +26,7 @@ from mpishard.comm.mesh import Group
 from mpishard.comm.point_to_point.send_recv import send_recv
 from mpishard.comm.setting import DETERMINISTIC
 from mpishard.comm.transport.choice import transport_of
-from mpishard.layout import runs_of, scaled, sole, total
+from mpishard.layout import repeated, runs_of, scaled, sole, total
 
 _WHOLE_NBYTES = 1 << 12  # ordered sums of no more than this travel whole
 
@@ -141,10 +141,24 @@ def even(n: int, count: int) -> tuple[int, ...]:
     return tuple(max(0, min(step, n - i * step)) for i in range(count))
 
 
-def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    """Concatenate the ranks' tensors along ``dim``, in rank order; the shapes agree outside it. Collective."""
+def gather_counts(op: str, count: int, group: Group, common: Sequence[int] = ()) -> torch.Tensor:
+    """Return the ranks' counts, on the host. Collective over the group.
+
+    ``common`` is what must be the same on all ranks: the shape in which each has counted.
+    """
+    mine = torch.tensor([count], device="cpu")
+    return all_gather(mine, group, 0, repeated(((1, group.size),)), (op, *common))
+
+
+def all_gather(
+    x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int], common: tuple[str | int, ...] = ()
+) -> torch.Tensor:
+    """Concatenate the ranks' tensors along ``dim``, in rank order; the shapes agree outside it. Collective.
+
+    ``common`` is what else must be the same on all ranks.
+    """
     if transforms_active() and is_constant(x):
-        return outside(all_gather, x, group, dim, sizes)
+        return outside(all_gather, x, group, dim, sizes, common)
     shape, extent = x.shape, total(sizes)
     full = (*shape[:dim], extent, *shape[dim + 1 :])
     if traced.recording is not None and group.size > 1 and math.prod(full):
@@ -168,7 +182,7 @@ def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) ->
     flat = whole if direct else torch.empty(whole.numel(), dtype=x.dtype, device=x.device)
     if counter.active:
         counter.record("all_gather", 1, x.nbytes)
-    transport_of(group, x).all_gather(x, flat, scaled(sizes, row * x.itemsize))
+    transport_of(group, x).all_gather(x, flat, scaled(sizes, row * x.itemsize), (full, dim, *common))
     if direct:
         return whole
     at = 0

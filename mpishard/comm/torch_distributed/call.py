@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Hashable
 from types import TracebackType
 from typing import Any
 
@@ -35,11 +36,11 @@ class Compared(Slot):
 
     __slots__ = ()
 
-    def note(self, op: str, dtype: torch.dtype, nbytes: int = 0) -> None:
+    def note(self, op: str, dtype: torch.dtype, common: Hashable = 0) -> None:
         """Only see whose thread this is. Not collective."""
         thread.require(self._comm)
 
-    def meet(self, op: str, dtype: torch.dtype, nbytes: int = 0) -> None:
+    def meet(self, op: str, dtype: torch.dtype, common: Hashable = 0) -> None:
         """Only see whose thread this is. Not collective."""
         thread.require(self._comm)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -37,9 +37,9 @@ class Device:
         self.has_kernel, self.device = driver.has_kernel, driver.device
         self._slot = slot_of(group)
 
-    def _meet(self, wait: str, op: str, dtype: torch.dtype, nbytes: int = 0) -> None:
+    def _meet(self, wait: str, op: str, dtype: torch.dtype, common: Hashable = 0) -> None:
         with guard.waiting(wait, (), self.comm):
-            self._slot.meet(op, dtype, nbytes)
+            self._slot.meet(op, dtype, common)
 
     def all_reduce(self, x: Tensor, y: Tensor, rule: Rule, op: str) -> None:
         """Reduce ``x``, contiguous, to ``y``, which may be ``x``. Collective over the group."""
@@ -100,15 +100,18 @@ class Device:
         """Return ``x`` where MPI may read it at once. Not collective."""
         return to_host(x)
 
-    def all_gather(self, x: Tensor, flat: Tensor, counts: Sequence[int]) -> None:
-        """Gather ``counts`` bytes of every rank to ``flat``, which is contiguous. Collective over the group."""
+    def all_gather(self, x: Tensor, flat: Tensor, counts: Sequence[int], common: Hashable) -> None:
+        """Gather ``counts`` bytes of every rank to ``flat``, which is contiguous; ``common`` is the same on all.
+
+        Collective over the group.
+        """
         flat = flat.view(-1)
         link = nccl.link_of(self.group, x, flat.nbytes)
         if link is not None:
-            self._slot.note("all_gather", x.dtype, flat.nbytes)
+            self._slot.note("all_gather", x.dtype, common)
             link.all_gather(x, flat, [n // x.itemsize for n in counts])
             return
-        self._meet("all_gather", "all_gather", x.dtype, flat.nbytes)
+        self._meet("all_gather", "all_gather", x.dtype, common)
         parts = cut_blocks(counts)
 
         def move(k: int, here: Tensor, there: Tensor) -> None:

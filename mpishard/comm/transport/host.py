@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -189,10 +189,13 @@ class Host:
         """Return ``x`` where MPI may read it at once. Not collective."""
         return x
 
-    def all_gather(self, x: Tensor, flat: Tensor, counts: Sequence[int]) -> None:
-        """Gather ``counts`` bytes of every rank to ``flat``, which is contiguous. Collective over the group."""
+    def all_gather(self, x: Tensor, flat: Tensor, counts: Sequence[int], common: Hashable) -> None:
+        """Gather ``counts`` bytes of every rank to ``flat``, which is contiguous; ``common`` is the same on all.
+
+        Collective over the group.
+        """
         with guard.waiting("all_gather", (), self.comm):
-            self._slot.meet("all_gather", x.dtype, flat.nbytes)
+            self._slot.meet("all_gather", x.dtype, common)
             if flat.nbytes > buffer.MESSAGE_NBYTES:
                 size = self.group.size
                 MPI.Request.Waitall(start_messages(x, [(0, x.nbytes)] * size, flat, spans(counts), self.group))

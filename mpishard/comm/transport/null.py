@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +69,7 @@ class Null:
         """Return ``x``. Not collective."""
         return x
 
-    def all_gather(self, x: Tensor, flat: Tensor, counts: Sequence[int]) -> None:  # noqa: ARG002
+    def all_gather(self, x: Tensor, flat: Tensor, counts: Sequence[int], common: Hashable) -> None:  # noqa: ARG002
         """Copy to every rank's place. Not collective."""
         self._collective("all_gather", x)
         self._fill(flat, x)

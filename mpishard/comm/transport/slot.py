@@ -17,7 +17,7 @@ all ranks learn of it if they differed.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,8 +40,9 @@ _EMPTY = torch.empty(0, dtype=torch.int64, device="cpu")
 # of marks, which take some microseconds to make
 _KEPT = 4096
 
-# operation, dtype, bytes as they travel, or 0 where ranks have their own
-_Key = tuple[str, torch.dtype, int]
+# operation, dtype, and what else is common to all ranks: bytes as they travel, 0 for nothing, or, of a
+# gather, shape, dim, and what is counted in which shape
+_Key = tuple[str, torch.dtype, Hashable]
 # what is added to a reduction, and the two words that it is reduced to
 _Mark = tuple[bytes, int, int]
 # of a sum in the background: what is told of it, its message but for the numbers, and the end that comes back; what is
@@ -141,7 +142,7 @@ class Slot:
         self._sums[dtype, x.nbytes, since] = known
         return known
 
-    def meet(self, op: str, dtype: torch.dtype, nbytes: int = 0) -> None:
+    def meet(self, op: str, dtype: torch.dtype, common: Hashable = 0) -> None:
         """Wait for all ranks ahead of a collective that has no mark, and compare it with what they call. Collective.
 
         The parameters are those of `note`.
@@ -152,24 +153,20 @@ class Slot:
             On every rank: some make another call.
         """
         thread.require(self._comm)
-        self._reduce(_EMPTY, _EMPTY, (op, dtype, nbytes), (MPI.INT64_T, MPI.MAX))
+        self._reduce(_EMPTY, _EMPTY, (op, dtype, common), (MPI.INT64_T, MPI.MAX))
 
     @staticmethod
     def _told(called: Any, noted: _Key, remark: str) -> str:
         key, since = (called, 0) if isinstance(called[0], str) else called
-        text = "{}, {} bytes for {}".format(key[0], key[2] or "some", key[1])
-        if since:
-            op, dtype, nbytes = noted
-            text += f", after {op}, {nbytes or 'some'} bytes for {dtype} (all since: {since:x}){remark}"
-        return text
+        return _words_of(key) + (f", after {_words_of(noted)} (all since: {since:x}){remark}" if since else "")
 
-    def note(self, op: str, dtype: torch.dtype, nbytes: int = 0) -> None:
+    def note(self, op: str, dtype: torch.dtype, common: Hashable = 0) -> None:
         """Have a collective that has no mark compared with those of the other ranks at the next small all-reduce.
 
         Not collective.
         """
         thread.require(self._comm)
-        self._noted = kind = op, dtype, nbytes
+        self._noted = kind = op, dtype, common
         number = self._numbers.get(kind)
         if number is None:
             if len(self._numbers) >= _KEPT:
@@ -209,6 +206,14 @@ class Slot:
             mine, expected = marks(str(called), dtype, self._comm.Get_size(), summed=summed)
             mark = self._marks[called] = (mine, *np.frombuffer(expected, np.int64).tolist())
         return mark
+
+
+def _words_of(key: _Key) -> str:
+    op, dtype, common = key
+    if isinstance(common, tuple):
+        shape, dim, *rest = common
+        return f"{op} to {shape} along {dim}, {dtype}{f' ({rest[0]} in {tuple(rest[1:])})' if rest else ''}"
+    return f"{op}, {common or 'some'} bytes for {dtype}"
 
 
 def _room() -> tuple[Any, memoryview]:

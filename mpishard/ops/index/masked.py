@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.comm.collective import blocking
+from mpishard.comm.collective.blocking import gather_counts
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.ops.rule.dim import require_dtype
@@ -35,7 +35,7 @@ def _found(local: Tensor, rows: Layout, mesh: CartMesh) -> ShardTensor:
     total = local.shape[0]
     if over:
         group = mesh.group(over)
-        counts = blocking.all_gather(torch.tensor([total], device="cpu"), group, 0, (1,) * group.size)
+        counts = gather_counts("rows found", total, group, rows.shape)
         sizes[0] = tuple(counts.tolist())
         total = int(counts.sum())
     return wrap(local, layout_of(mesh.shape, rows.placements, (total, *local.shape[1:]), sizes), mesh)

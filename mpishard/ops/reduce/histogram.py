@@ -112,7 +112,7 @@ def _joined(x: ShardTensor, local: Tensor) -> Tensor:
     if not over:
         return local
     group = x.mesh.group(over)
-    counts = blocking.all_gather(torch.tensor([local.shape[0]], device="cpu"), group, 0, (1,) * group.size)
+    counts = blocking.gather_counts("distinct values", local.shape[0], group, x.shape)
     return blocking.all_gather(local.contiguous(), group, 0, tuple(counts.tolist()))
 
 
@@ -158,9 +158,7 @@ def _positions(x: ShardTensor, values: Tensor) -> Tensor:
     before = 0
     if over:
         group = x.mesh.group(over)
-        before = int(
-            blocking.all_gather(torch.tensor([own], device="cpu"), group, 0, (1,) * group.size)[: group.rank].sum()
-        )
+        before = int(blocking.gather_counts("NaN", own, group, x.shape)[: group.rank].sum())
     found[odd] = count + before + torch.arange(own, device=found.device)
     return found
 

@@ -171,15 +171,30 @@ def test_what_has_no_mark_is_named_at_once_or_at_the_next(group, kind, op, odd):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", ["host", "device"])
-@pytest.mark.parametrize("n", [5, 0])
-def test_collectives_of_other_lengths_are_named_before_they_meet(group, n):
-    """Which MPI libraries let pass, where they do not end the process."""
-    last = WORLD.rank == WORLD.size - 1
+@pytest.mark.parametrize("other", [(5,), (0,), (300, 1), (1, 300)], ids=str)
+def test_gathers_of_other_shapes_are_named_before_they_meet(group, other):
+    """Of other lengths MPI libraries let some pass, where they do not end the process; equal bytes are one to them."""
+    shapes = {False: (300,), True: other}
     for _ in range(2):
-        x = torch.ones(n if last else 300)
-        with pytest.raises(ms.errors.DesyncError, match=f"all_gather, {4 * n * WORLD.size or 'some'} bytes"):
-            transport_of(group, x).all_gather(x, x.new_empty(len(x) * WORLD.size), [x.nbytes] * WORLD.size)
+        x = torch.ones(shapes[WORLD.rank == WORLD.size - 1])
+        whole = (len(x) * WORLD.size, *x.shape[1:])
+        with pytest.raises(ms.errors.DesyncError, match=r"all_gather to \(\d+"):
+            transport_of(group, x).all_gather(x, x.new_empty(whole), [x.nbytes] * WORLD.size, (whole, 0))
         assert torch.equal(blocking.all_reduce(torch.ones(3), group), torch.full((3,), float(WORLD.size)))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("call", ["full_tensor", "unique", "nonzero"])
+def test_tensors_of_other_shapes_do_not_cross(call, monkeypatch):
+    monkeypatch.setattr(guard, "DEBUG", False)
+    mesh = mesh_of((WORLD.size,))
+    one, other = (
+        ms.distribute_tensor(torch.arange(24.0).view(shape) % 5, mesh, [ms.Shard(0)]) for shape in ((12, 2), (6, 4))
+    )
+    for x in (one, other):
+        getattr(x, call)()
+    with pytest.raises(ms.errors.DesyncError, match="all_gather to"):
+        getattr(other if WORLD.rank == 0 else one, call)()
 
 
 @pytest.mark.ranks(2, 3)
