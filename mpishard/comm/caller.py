@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 
 class _Inside(threading.local):
-    """The text of a call of this thread, made when it is compared; None outside of calls."""
+    """What this thread calls, told when it is compared; None outside of calls.
+
+    ``call`` is the whole text, where whole calls are compared; ``operands`` a function's name and its arguments, where
+    only what they are laid out as is compared, of the first.
+    """
 
     call: Callable[[], str] | None = None
+    operands: tuple[str, Sequence[Any]] | None = None
 
 
 inside = _Inside()

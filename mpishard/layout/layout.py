@@ -60,6 +60,7 @@ class Layout(Frozen):
 
     __slots__ = (
         "_hash",
+        "_told",
         "mesh_shape",
         "partial_dims",
         "placements",
@@ -76,6 +77,7 @@ class Layout(Frozen):
     partial_dims: tuple[int, ...]
     sharded_mesh_dims: tuple[int, ...]
     _hash: int
+    _told: str | None
 
     def __init__(
         self, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], shape: tuple[int, ...], sizes: Sizes
@@ -91,6 +93,7 @@ class Layout(Frozen):
         set_once(self, "shard_dims", dims)
         set_once(self, "partial_dims", tuple(m for m, p in enumerate(placements) if type(p) is Partial))
         set_once(self, "sharded_mesh_dims", tuple(m for m, p in enumerate(placements) if type(p) is Shard))
+        set_once(self, "_told", None)
         set_once(self, "_hash", hash((mesh_shape, placements, shape, tuple(map(key_of, sizes)))))
         if not _seen and 0 not in shape and any(cut is not None and _least(cut) == 0 for cut in sizes):
             _seen.append(self)
@@ -119,6 +122,13 @@ class Layout(Frozen):
     def __repr__(self) -> str:
         cut = {d: s for d, s in enumerate(self.sizes) if s is not None}
         return f"Layout(shape={self.shape}, mesh={self.mesh_shape}, placements={self.placements}, sizes={cut})"
+
+    @property
+    def told(self) -> str:
+        """Shape and placements in words, made once: a few, whatever the number of ranks."""
+        if self._told is None:
+            set_once(self, "_told", f"{self.shape} by {', '.join(map(repr, self.placements))}")
+        return self._told  # type: ignore[return-value]
 
     @property
     def ndim(self) -> int:

@@ -76,6 +76,23 @@ def _compared(function: Any, rule: Rule) -> Rule:
     return run
 
 
+def _told(function: Any, rule: Rule) -> Rule:
+    """Have the small messages in which a rule reduces compared by what they are of, not only by their length."""
+    inside, name = caller.inside, name_of(function).rpartition(".")[2]
+
+    @functools.wraps(rule)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if inside.operands is not None:
+            return rule(*args, **kwargs)
+        inside.operands = name, args
+        try:
+            return rule(*args, **kwargs)
+        finally:
+            inside.operands = None
+
+    return run
+
+
 def _call_text(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     if function in (torch.autograd.backward, torch.autograd.grad):
         return name_of(function)  # plain tensors that they are given may be a rank's own
@@ -158,8 +175,12 @@ def implements(*functions: Any, sharded: str = "local") -> Callable[[R], R]:
 
     def register(rule: R) -> R:
         for function in functions:
-            known = rule if str(rule.__module__).startswith("mpishard.") else _of_user(rule)
-            RULES[function] = _compared(function, known) if guard.DEBUG else known
+            known: Rule = rule if str(rule.__module__).startswith("mpishard.") else _of_user(rule)
+            if guard.DEBUG:
+                known = _compared(function, known)
+            elif sharded == "reduction":
+                known = _told(function, known)
+            RULES[function] = known
             SHARDED[function] = sharded
         return rule
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import guard, thread
+from mpishard.comm import caller, guard, thread
 from mpishard.comm.guard import MARK_NBYTES, SLOT_NBYTES, extreme_mark
 from mpishard.comm.memory.buffer import address
 
@@ -36,6 +36,7 @@ ROOM_NBYTES = SLOT_NBYTES - MARK_NBYTES
 # each text is made once
 ALL_REDUCE = {op: f"all_reduce {op}" for op in ("sum", "prod", "max", "min")}
 _NOTHING = bytes(SLOT_NBYTES)
+_inside = caller.inside
 _EMPTY = torch.empty(0, dtype=torch.int64, device="cpu")
 # of marks, which take some microseconds to make
 _KEPT = 4096
@@ -43,11 +44,14 @@ _KEPT = 4096
 # operation, dtype, and what else is common to all ranks: bytes as they travel, 0 for nothing, or, of a
 # gather, shape, dim, and what is counted in which shape
 _Key = tuple[str, torch.dtype, Hashable]
+# such a key, a number for all that was noted before, and what the call is of: a function, and a layout
+_Of = tuple[str, str] | None
+_Called = tuple[_Key, int, _Of]
 # what is added to a reduction, and the two words that it is reduced to
 _Mark = tuple[bytes, int, int]
 # of a sum in the background: what is told of it, its message but for the numbers, and the end that comes back; what is
 # noted of it, and the number for all since then
-_Sum = tuple[Any, bytes, tuple[int, int], _Key, int]
+_Sum = tuple[_Called, bytes, tuple[int, int], _Key, int]
 
 
 class Slot:
@@ -69,8 +73,8 @@ class Slot:
         self._buffer, self._words = _room()
         # of sums in the background that are through
         self._spare: list[tuple[Any, memoryview]] = []
-        self._marks: dict[Any, _Mark] = {}
-        self._sums: dict[tuple[torch.dtype, int, int], _Sum] = {}
+        self._marks: dict[_Called, _Mark] = {}
+        self._sums: dict[tuple[torch.dtype, int, int, _Of], _Sum] = {}
         self._last: _Mark | None = None
         # of what has none: a number for each kind; one for all since the last small one, and the last of them
         self._numbers: dict[_Key, int] = {}
@@ -105,9 +109,10 @@ class Slot:
         `DesyncError` where the ranks have started other sums. It alone keeps the memory that MPI writes into.
         """
         comm, noted, remark = self._comm, self._noted, self._remark
-        known = self._sums.get((rule.dtype, x.nbytes, self._since))
+        of = _operands()
+        known = self._sums.get((rule.dtype, x.nbytes, self._since, of))
         if known is None:
-            known = self._sum_of(x, rule.dtype)
+            known = self._sum_of(x, rule.dtype, of)
         # a small one that waits tells of those that nobody waits for
         called, blank, expected, self._noted, self._since = known
         self._remark = ""
@@ -131,15 +136,15 @@ class Slot:
 
         return comm.Iallreduce(MPI.IN_PLACE, (message, rule.datatype), rule.op), arrived
 
-    def _sum_of(self, x: torch.Tensor, dtype: torch.dtype) -> _Sum:
+    def _sum_of(self, x: torch.Tensor, dtype: torch.dtype, of: _Of) -> _Sum:
         if len(self._sums) >= _KEPT:
             self._sums.clear()
-        key, since = (f"{ALL_REDUCE['sum']} in the background", dtype, x.nbytes), self._since
-        called = (key, since) if since else key
+        since = self._since
+        called = (f"{ALL_REDUCE['sum']} in the background", dtype, x.nbytes), since, of
         mine, *end = self._marked(called, x.dtype, summed=True)
         self.note("all_reduce in the background", dtype, x.nbytes)
         known = called, bytes(ROOM_NBYTES) + mine, (end[0], end[1]), self._noted, self._since
-        self._sums[dtype, x.nbytes, since] = known
+        self._sums[dtype, x.nbytes, since, of] = known
         return known
 
     def meet(self, op: str, dtype: torch.dtype, common: Hashable = 0) -> None:
@@ -156,9 +161,12 @@ class Slot:
         self._reduce(_EMPTY, _EMPTY, (op, dtype, common), (MPI.INT64_T, MPI.MAX))
 
     @staticmethod
-    def _told(called: Any, noted: _Key, remark: str) -> str:
-        key, since = (called, 0) if isinstance(called[0], str) else called
-        return _words_of(key) + (f", after {_words_of(noted)} (all since: {since:x}){remark}" if since else "")
+    def _told(called: _Called, noted: _Key, remark: str) -> str:
+        key, since, of = called
+        text = _words_of(key)
+        if of is not None:
+            text += f", in {of[0]} of {of[1] or 'some tensor'}"
+        return text + (f", after {_words_of(noted)} (all since: {since:x}){remark}" if since else "")
 
     def note(self, op: str, dtype: torch.dtype, common: Hashable = 0) -> None:
         """Have a collective that has no mark compared with those of the other ranks at the next small all-reduce.
@@ -182,7 +190,7 @@ class Slot:
 
     def _reduce(self, x: torch.Tensor, y: torch.Tensor, key: _Key, how: tuple[MPI.Datatype, MPI.Op]) -> None:
         n, words, buffer = x.nbytes, self._words, self._buffer
-        called: Any = (key, self._since) if self._since else key
+        called = key, self._since, _operands()
         mark = self._marked(called, x.dtype, summed=how[1] == MPI.SUM)
         if mark is not self._last:
             # what others have left would be reduced again and again
@@ -193,11 +201,10 @@ class Slot:
         self._comm.Allreduce(MPI.IN_PLACE, (buffer, how[0]), how[1])
         if words[-2] != mark[1] or words[-1] != mark[2]:
             raise guard.differing(self._comm, self._told(called, self._noted, self._remark))
-        if called is not key:
-            self._remark = ""
+        self._remark = ""
         address(y.data_ptr(), n)[:] = buffer[:n]
 
-    def _marked(self, called: Any, dtype: torch.dtype, *, summed: bool) -> _Mark:
+    def _marked(self, called: _Called, dtype: torch.dtype, *, summed: bool) -> _Mark:
         self._since = 0
         mark = self._marks.get(called)
         if mark is None:
@@ -214,6 +221,14 @@ def _words_of(key: _Key) -> str:
         shape, dim, *rest = common
         return f"{op} to {shape} along {dim}, {dtype}{f' ({rest[0]} in {tuple(rest[1:])})' if rest else ''}"
     return f"{op}, {common or 'some'} bytes for {dtype}"
+
+
+def _operands() -> _Of:
+    if _inside.operands is None:
+        return None
+    name, args = _inside.operands
+    layout = getattr(args[0], "sharding", None) if args else None
+    return name, "" if layout is None else layout.told
 
 
 def _room() -> tuple[Any, memoryview]:

@@ -331,3 +331,50 @@ def test_one_of_many_that_differed_is_found(odd):
     with pytest.raises(ms.errors.DesyncError):
         ms.all_reduce(torch.ones(2), mesh)
     assert ms.all_reduce(torch.ones(3), mesh).tolist() == [WORLD.size] * 3
+
+
+OF_TENSORS = {
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "norm": torch.linalg.vector_norm,
+    "var": torch.var,
+    "amax": torch.amax,
+    "any": torch.any,
+    "logsumexp": lambda x: x.logsumexp((0, 1)),
+    "softmax": lambda x: x.softmax(0),
+    "layer_norm": lambda x: torch.nn.functional.layer_norm(x, x.shape),
+    "mse_loss": lambda x: torch.nn.functional.mse_loss(x, 2 * x),
+    "count_nonzero": torch.count_nonzero,
+    "histc": lambda x: torch.histc(x, 4),
+}
+
+
+def on(shape, dim, call):
+    """The result, which is there."""
+    mesh = mesh_of((WORLD.size,))
+    x = ms.distribute_tensor(torch.arange(24, dtype=torch.float64).view(shape), mesh, [ms.Shard(dim)])
+    return call(x).to_local()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("op", OF_TENSORS)
+@pytest.mark.parametrize("other", [((8, 3), 0), ((6, 4), 1)], ids=str)
+def test_reductions_of_other_tensors_do_not_cross(op, other, monkeypatch):
+    """Of one length: a number each."""
+    monkeypatch.setattr(guard, "DEBUG", False)
+    call = OF_TENSORS[op] if op != "softmax" else lambda x: x.softmax(x.placements[0].dim).sum((0, 1))
+    for made in (((6, 4), 0), other):
+        on(*made, call)
+    with pytest.raises(ms.errors.DesyncError, match=r"\((6, 4|8, 3)\) by Shard"):
+        on(*(other if WORLD.rank == 0 else ((6, 4), 0)), call)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("pair", [("sum", "mean"), ("amax", "amin"), ("var", "std"), ("any", "all")], ids=str)
+def test_reductions_by_other_functions_do_not_cross(pair, monkeypatch):
+    monkeypatch.setattr(guard, "DEBUG", False)
+    names = [pair[WORLD.rank == 0], *pair]
+    for name in names[1:]:
+        on((6, 4), 0, getattr(torch, name))
+    with pytest.raises(ms.errors.DesyncError, match=f" in {names[0]} of"):
+        on((6, 4), 0, getattr(torch, names[0]))
