@@ -36,8 +36,9 @@ _warned = False
 # where the package was loaded, it put another one in its place
 _torch_compile = getattr(torch.compile, "of_torch", torch.compile)
 
-# what a rank is ready for, and what is done is the most of all: eager this time alone, or from now on, or an error
-_READY, _NEW, _EAGERLY_NOW, _EAGERLY, _FORBIDDEN = range(5)
+# what a rank is ready for, and what is done is the most of all: eager this time alone, or from now on, or an error, or
+# eager because a rank's program has said so: no error then, nor a warning
+_READY, _NEW, _EAGERLY_NOW, _EAGERLY, _FORBIDDEN, _OFF = range(6)
 _ANOTHER = "another rank runs it eagerly"
 _RECOMPILED = "Detected recompile when torch.compile stance is 'fail_on_recompile'"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -77,7 +78,7 @@ class Compiled:
 
     def __init__(self, function: Callable[..., Any], read: Any, compiler: _Compiler, *, strict: bool) -> None:
         self._function, self._read, self._compiler, self._strict = function, read, compiler, strict
-        self._optimized: Callable[..., Any] | None = None
+        self._optimized: dict[bool, Callable[..., Any]] = {}
         self._stand_ins: dict[Any, list[Tensor]] = {}
         # of each mesh, for its ranks are those that agree: where it runs eagerly, and where it did the last time, for
         # good unless it raised, and whether it did here
@@ -88,7 +89,7 @@ class Compiled:
 
     def __call__(self, mesh: CartMesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call with arguments that hold ShardTensors, the first one on ``mesh``. Collective."""
-        if mesh in self._refused or self._runs or _is_off():
+        if mesh in self._refused or self._runs or _is_inside():
             return self._function(*args, **kwargs)
         if mesh in self._raised and not most_of(mesh, self._raised.pop(mesh), "compiled call"):
             self._refused.add(mesh)
@@ -97,14 +98,20 @@ class Compiled:
 
         leaves = pytree.tree_leaves((args, kwargs))
         shards = {id(x): x for x in leaves if isinstance(x, ShardTensor)}
-        if not shards:  # in something that only its owner can look into
-            return self._eagerly("ShardTensors within an object among the arguments", args, kwargs)
-        if reason := why_not(list(shards.values()), mesh):
+        # in something that only its owner can look into
+        hidden = "" if shards else "ShardTensors within an object among the arguments"
+        reason, forbidden = hidden or why_not(list(shards.values()), mesh), None
+        if reason and not self._strict:
             return self._eagerly(reason, args, kwargs)
         outer, call = _running.call, Call(mesh, self._stand_ins)
         self._runs, _running.call = True, call
-        reason, forbidden = "", None
         try:
+            if _is_off():  # here: other ranks may compile
+                call.decide(_OFF)
+                raise _RunEagerlyError
+            if reason:
+                call.decide(_EAGERLY_NOW)
+                raise _RunEagerlyError(reason)
             if self._keeps:
                 call.decide(_EAGERLY)
                 raise _RunEagerlyError("the function keeps one of its arguments")
@@ -150,6 +157,8 @@ class Compiled:
             reason = str(e)
         finally:
             self._runs, _running.call = False, outer
+        if call.decided == _OFF:
+            return self._function(*args, **kwargs)
         if call.decided == _FORBIDDEN:
             raise forbidden or torch._dynamo.exc.RecompileError(f"{_RECOMPILED}, or with error_on_recompile: {reason}")
         try:
@@ -178,13 +187,18 @@ class Compiled:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what Dynamo makes of the function, with tensors without data. Collective."""
-        if self._optimized is None:
+        hooked = _is_hooked(self._function)
+        if hooked not in self._optimized:
             import torch._dynamo
 
-            self._optimized = torch._dynamo.optimize(
-                self._compiler, nopython=True, dynamic=False, guard_filter_fn=_looked_at
-            )(self._read)
-        return self._optimized(*args, **kwargs)  # type: ignore[misc]
+            self._optimized[hooked] = torch._dynamo.optimize(
+                self._compiler.of(hooked), nopython=True, dynamic=False, guard_filter_fn=_looked_at
+            )(_framed(self._read) if hooked else self._read)
+        if not hooked:
+            return self._optimized[hooked](*args, **kwargs)
+        # else a hook that comes, or goes, later is not seen
+        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+            return self._optimized[hooked](*args, **kwargs)
 
 
 class _Compiler:
@@ -193,8 +207,12 @@ class _Compiler:
     So, as torch's own, modules that run the same code, as the blocks of a model, are read and compiled once.
     """
 
-    def __init__(self, backend: Any, mode: Any, options: Any) -> None:
-        self._asked = backend, mode, options
+    def __init__(self, backend: Any, mode: Any, options: Any, *, hooked: bool = False) -> None:
+        self._asked = backend, mode, options, hooked
+
+    def of(self, hooked: bool) -> _Compiler:
+        """Return that for modules with hooks: what is read without looks for none. Not collective."""
+        return _Compiler(*self._asked[:3], hooked=True) if hooked else self
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Compiler) and self._asked == other._asked
@@ -243,7 +261,7 @@ class _Compiler:
 
     def _compile(self, graph: Any, examples: Any) -> Any:
         """Do what the compiler that was asked for does. Not collective."""
-        backend, mode, options = self._asked
+        backend, mode, options, _ = self._asked
         if backend == "inductor":
             given = {k: v for k, v in (options or {}).items() if k != "guard_filter_fn"}
             mode = mode if mode or given else "default"
@@ -255,16 +273,30 @@ class _RunEagerlyError(Exception):
     """A call is not compiled, on any rank."""
 
 
+def _is_inside() -> bool:
+    """Tell whether something else of this program is being traced or transformed, on all ranks. Not collective."""
+    return in_transform() or traced.recording is not None or torch.compiler.is_compiling()
+
+
 def _is_off() -> bool:
-    """Tell whether nothing is compiled now. Not collective."""
+    """Tell whether nothing is compiled now, on this rank. Not collective."""
     import torch._dynamo
 
-    return (
-        torch._dynamo.config.disable
-        or torch._dynamo.eval_frame._stance.stance not in ("default", "fail_on_recompile")
-        or in_transform()
-        or traced.recording is not None
-        or torch.compiler.is_compiling()
+    return torch._dynamo.config.disable or torch._dynamo.eval_frame._stance.stance not in (
+        "default",
+        "fail_on_recompile",
+    )
+
+
+def _is_hooked(function: Callable[..., Any]) -> bool:
+    """Tell whether a module's call, if it is one, has hooks, which torch runs around what it reads. Not collective."""
+    model = getattr(function, "__self__", None)
+    return isinstance(model, torch.nn.Module) and bool(
+        model._forward_hooks
+        or model._forward_pre_hooks
+        or model._backward_hooks
+        or model._backward_pre_hooks
+        or torch.nn.modules.module._has_any_global_hook()
     )
 
 
@@ -386,14 +418,18 @@ def _compile(model: Any = None, **given: Any) -> Any:
     compiled.forward = _given_shards(compiled.forward, Compiled(eager, model, compiler, strict=strict))
     # torch makes the copy from its own parts alone; past the setter, which hands on to the model
     compiled.__dict__["__deepcopy__"] = lambda memo: _compile(copy.deepcopy(model, memo), **given)
+    # so do pickle and copy.copy; torch's name is there without this package, too
+    compiled.__dict__["__reduce__"] = lambda: (functools.partial(torch.compile, **given), (model,))
     return compiled
 
 
 def _readable(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return what Dynamo reads for a function: of torch's own, which ``Module.compile`` gives, it reads none."""
-    if getattr(function, "__name__", "") != "_call_impl":
-        return function
+    return _framed(function) if getattr(function, "__name__", "") == "_call_impl" else function
 
+
+def _framed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function, or a module's call with its hooks, with a frame around it that Dynamo reads as a whole."""
     from torch._dynamo.external_utils import wrap_inline
 
     return wrap_inline(function)

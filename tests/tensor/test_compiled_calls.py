@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import io
+import pickle
 import warnings
 import weakref
 
@@ -180,6 +182,101 @@ def test_copies_of_compiled_modules_compile():
     assert isinstance(copied[0], torch._dynamo.OptimizedModule)
     assert backend.count == 1
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("how", ["stance", "config"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_rank_whose_program_turns_the_compiler_off(how, strict):
+    """The others run that call eagerly, too, and compile the next one."""
+    backend = Counted()
+    compiled = torch.compile(lambda x: (x.cumsum(0) * x).sum(), backend=backend, fullgraph=strict)
+    expected = (field(2 * SIZE, 4).cumsum(0) * field(2 * SIZE, 4)).sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for off in (True, False, True, False):
+            with contextlib.ExitStack() as stack:
+                if off and RANK == SIZE - 1:
+                    if how == "stance":
+                        stack.enter_context(torch.compiler.set_stance("force_eager"))
+                    else:
+                        stack.enter_context(torch._dynamo.config.patch(disable=True))
+                torch.testing.assert_close(gathered(compiled(given(2 * SIZE, 4))), expected)
+    assert backend.count == 1
+
+
+@pytest.mark.parametrize("way", ["pickle", "copy", "save"])
+def test_pickled_compiled_modules_compile(way):
+    block = ms.distribute_module(Block(), mesh_of((SIZE,)))
+    compiled = torch.compile(nn.Sequential(block), backend="aot_eager", fullgraph=True)
+    x = given(2 * SIZE, 4)
+    expected = gathered(compiled(x))
+    if way == "save":
+        file = io.BytesIO()
+        torch.save(compiled, file)
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+    else:
+        copied = copy.copy(compiled) if way == "copy" else pickle.loads(pickle.dumps(compiled))
+    counters.clear()
+    torch.testing.assert_close(gathered(copied(x)), expected)
+    assert isinstance(copied, torch._dynamo.OptimizedModule)
+    assert not counters["graph_break"]
+
+
+HOOKS = {
+    "before": lambda m: m.register_forward_pre_hook(lambda _, args: (args[0] + 1,)),
+    "after": lambda m: m.register_forward_hook(lambda _, __, y: y * 2),
+    "backward": lambda m: m.register_full_backward_hook(lambda _, gi, __: (gi[0] * 3,)),
+    "before backward": lambda m: m.register_full_backward_pre_hook(lambda _, g: (g[0] * 3,)),
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_of_a_compiled_module_run(kind, in_place, late):
+    """Its own, not those of its parts: they are around what Dynamo reads; also one that comes, or goes, later."""
+    torch.manual_seed(0)
+    whole = Block()
+    block = ms.distribute_module(copy.deepcopy(whole), mesh_of((SIZE,)))
+    handles = [] if late else [HOOKS[kind](m) for m in (whole, block)]
+    compiled = torch.compile(block, backend="aot_eager")
+    if in_place:
+        block.compile(backend="aot_eager")
+        compiled = block
+
+    def compare():
+        x, w = given(2 * SIZE, 4, requires_grad=True), field(2 * SIZE, 4).requires_grad_()
+        y, e = compiled(x), whole(w)
+        torch.testing.assert_close(gathered(y), e.detach())
+        y.square().sum().backward()
+        e.square().sum().backward()
+        torch.testing.assert_close(gathered(x.grad), w.grad)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compare()
+        handles = handles or [HOOKS[kind](m) for m in (whole, block)]
+        compare()
+        for handle in handles:
+            handle.remove()
+        compare()
+
+
+def test_a_hook_of_one_rank_alone_runs_there():
+    """As that of a logger."""
+    seen = []
+    block = ms.distribute_module(Block(), mesh_of((SIZE,)))
+    expected = gathered(block(given(2 * SIZE, 4)))
+    compiled = torch.compile(block, backend="aot_eager")
+    torch.testing.assert_close(gathered(compiled(given(2 * SIZE, 4))), expected)
+    if RANK == 0:
+        block.register_forward_hook(lambda _, __, y: seen.append(tuple(y.shape)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            torch.testing.assert_close(gathered(compiled(given(2 * SIZE, 4))), expected)
+    assert seen == ([(2 * SIZE, 4)] * 2 if RANK == 0 else [])
 
 
 @pytest.mark.parametrize("grad", [False, True])
