@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+import traceback
 from collections.abc import Iterable, Sequence
 
 
@@ -87,6 +90,28 @@ def described(what: str, *, expected: object, got: object, fix: str) -> str:
     """
     parts = (shown(alike(str(part))) for part in (what, expected, got, fix))
     return "{}\n  expected: {}\n  got:      {}\n  fix:      {}".format(*parts)
+
+
+def text_of(error: BaseException) -> str:
+    """Return what an error says, whoever made it: its own text may not come about. Not collective."""
+    try:
+        return str(error)
+    except Exception as e:  # noqa: BLE001 (the other ranks wait to be told)
+        return f"(no text: its __str__ raised {type(e).__name__})"
+
+
+def typed_text(error: BaseException) -> str:
+    """Return an error's type and text. Not collective."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+def own_line(error: BaseException) -> traceback.FrameSummary | None:
+    """Return where in the user's own program an error rose, or met what is not. Not collective."""
+    packages = ("mpishard", "torch", "importlib")
+    known = (os.path.dirname(str(sys.modules[name].__file__)) + os.sep for name in packages if name in sys.modules)
+    outside = ("<frozen", *known)
+    own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(outside)]
+    return own[-1] if own else None
 
 
 # in what a mesh, a ShardTensor and any object say of themselves

@@ -18,7 +18,7 @@ from mpishard.comm.lifetime import made
 from mpishard.comm.lookout import lookout
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.wait_meter import meters
-from mpishard.errors import MeshError, MpishardError
+from mpishard.errors import MeshError, MpishardError, typed_text
 
 _FAILED, _CALLS, _HOOKS = 31, 32, 33  # tags
 _PATIENCE_S = 0.05  # mostly all ranks fail alike
@@ -237,4 +237,4 @@ class Agreement:
 def _public(error: BaseException | None) -> MpishardError | None:
     if error is None or isinstance(error, MpishardError):
         return error
-    return MpishardError(f"{type(error).__name__}: {error}")
+    return MpishardError(typed_text(error))

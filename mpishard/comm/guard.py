@@ -28,7 +28,7 @@ from mpishard.comm.lookout import Peers, lookouts, wait_watchfully
 from mpishard.comm.null import NullComm
 from mpishard.comm.thread import owner_of
 from mpishard.comm.wait_meter import meters
-from mpishard.errors import DesyncError, MpishardError, alike, ranges_of, ranks_text
+from mpishard.errors import DesyncError, MpishardError, alike, ranges_of, ranks_text, text_of, typed_text
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
@@ -202,7 +202,9 @@ def _failure(comm: MPI.Intracomm, error: BaseException | None, first: int) -> Ba
     size = comm.Get_size()
     mine = None
     if error is not None:
-        mine = f"{_public_type(error)}|{error if isinstance(error, MpishardError) else alike(_named(error))}"
+        mine = (
+            f"{_public_type(error)}|{text_of(error) if isinstance(error, MpishardError) else alike(typed_text(error))}"
+        )
     same, others = disagreement.first_told(comm, first, mine)
     name, _, text = same.text.partition("|")
     if error is not None and same.number == size and type(error).__name__ == name:
@@ -267,12 +269,8 @@ def unlike(got: str, odd: str = "") -> DesyncError:
     )
 
 
-def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 def _in_line(error: BaseException) -> str:
-    return "; ".join(map(str.strip, _named(error).splitlines()))
+    return "; ".join(map(str.strip, typed_text(error).splitlines()))
 
 
 def _public_type(error: BaseException) -> str:
@@ -420,7 +418,7 @@ def _looked_at(ages: dict[object, float], passed: float) -> dict[object, float]:
     ages = {wait: ages.get(wait, -passed) + passed for wait in (*current, *untold)}
     for wait, error in untold.items():
         if ages.get(wait, 0.0) >= min(_UNTOLD_S, TIMEOUT_S / 4) and _untold.pop(wait, None) is not None:
-            told = f"has an error, and waits to tell the other ranks of it:\n{_named(error)}\n"
+            told = f"has an error, and waits to tell the other ranks of it:\n{typed_text(error)}\n"
             say_for_node(f"[{place()}] {told}", told)
     for wait, told_of in current.items():
         if (age := ages[wait]) >= TIMEOUT_S:

@@ -20,7 +20,7 @@ from mpishard.comm.mesh_device import as_device, local_device, local_rank, told_
 from mpishard.comm.plans import Plans, nbytes_of, plans_on, text_of
 from mpishard.comm.setting import first_agreement
 from mpishard.comm.tag import Label
-from mpishard.errors import MeshError, MpishardError
+from mpishard.errors import MeshError, MpishardError, typed_text
 from mpishard.layout.partition import rank_of
 
 T = TypeVar("T")
@@ -354,7 +354,7 @@ class CartMesh(DeviceMeshNames):
         try:
             number, most = guard.agree(comm, error, signature, (self._holding.number, nbytes))
         except MpishardError as agreed:
-            if error is not None and str(agreed) == f"{type(error).__name__}: {error}":
+            if error is not None and str(agreed) == typed_text(error):
                 raise guard.common(error, comm) from None
             raise
         self._holding.number = number + 1

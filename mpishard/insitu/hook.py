@@ -311,7 +311,7 @@ class Hook:
                     f"hook: output {field.name!r} cannot hold the model's result",
                     expected=f"what {into.dtype} can hold",
                     got=result.dtype,
-                    fix="convert it in unpack=",
+                    fix="convert it in the model, or in unpack=",
                 )
         return out  # type: ignore[no-any-return]
 
@@ -355,5 +355,8 @@ def _meet(x: Tensor, y: Tensor) -> bool:
 
 def _unfit(expected: object, got: object) -> LayoutError:
     return LayoutError(
-        "hook: the model's output does not fit the fields", expected=expected, got=got, fix="shape it with unpack="
+        "hook: the model's output does not fit the fields",
+        expected=expected,
+        got=got,
+        fix="shape it in the model, or in unpack=",
     )

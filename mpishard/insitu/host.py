@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from mpishard.errors import MpishardError, UnsupportedOperationError
+from mpishard.comm.agreement import Abandoned
+from mpishard.errors import MpishardError, UnsupportedOperationError, own_line, text_of, typed_text
 from mpishard.insitu.field import Field
 from mpishard.insitu.hook import Hook
 from mpishard.insitu.offer import DTYPES
@@ -61,7 +62,7 @@ class Host:
             return self._fails(error, ERR_ORDER if isinstance(error, UnsupportedOperationError) else ERR_ARGUMENT)
 
     def _fails(self, error: BaseException, status: int) -> int:
-        self._door.text = _told(error).encode(errors="replace")[:1023]
+        self._door.text = _fitted(_told(error))
         return status
 
     def adopt(self, numbers: Any) -> int:
@@ -119,7 +120,7 @@ class Host:
         try:
             model = _located(_found(text), text)
         except BaseException as e:  # noqa: BLE001 (it is agreed on)
-            error = e if isinstance(e, MpishardError) else MpishardError(f"hook: {text}: {_told(e)}")
+            error = e if isinstance(e, MpishardError) else MpishardError(f"hook: {text}: {_told(e)}{_at(own_line(e))}")
         sim.agreement.on(error, "hook", text)
         made = sim.hook(model, fields[:inputs], fields[inputs:], every=every, grad=bool(trains))
         return self._number(made)
@@ -213,7 +214,20 @@ def _column(numbers: Any, first: int, rows: int, i: int) -> list[int]:
 
 
 def _told(error: BaseException) -> str:
-    return str(error) if isinstance(error, MpishardError) else f"{type(error).__name__}: {error}"
+    return text_of(error) if isinstance(error, MpishardError) else typed_text(error)
+
+
+_TEXT_NBYTES = 1023  # of ``door``, without the zero behind it
+
+
+def _fitted(text: str) -> bytes:
+    """Return a text for C. Of a long one the middle is left out: where it rose, and on which ranks, is its end."""
+    told = text.replace("\0", "\\0").encode(errors="replace")
+    if len(told) <= _TEXT_NBYTES:
+        return told
+    half = _TEXT_NBYTES // 2 - 4
+    head, end = (part.decode(errors="ignore").encode() for part in (told[:half], told[-half:]))
+    return head + b" ... " + end
 
 
 def _located(model: Callable[..., Any], named: str) -> Callable[..., Any]:
@@ -222,21 +236,28 @@ def _located(model: Callable[..., Any], named: str) -> Callable[..., Any]:
     def located(*fields: Any) -> Any:
         try:
             return model(*fields)
-        except MpishardError:
+        except Abandoned:
             raise
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            _, *inside = traceback.extract_tb(error.__traceback__)
-            place = (
-                f"{inside[-1].filename}:{inside[-1].lineno}, in {inside[-1].name}" if inside else _home(model, named)
-            )
-            raise MpishardError(f"the model raised {_told(error)}\n  at: {place}") from error
+        except BaseException as error:
+            place = _at(own_line(error)) or f"\n  at: {_home(model, named)}"
+            if not isinstance(error, MpishardError):
+                raise MpishardError(f"the model raised {_told(error)}{place}") from error
+            # as it is: the ranks may have agreed on it
+            if "\n  at: " not in text_of(error):
+                error.args = (f"{text_of(error)}{place}",)
+            raise
 
     return located
 
 
+def _at(line: traceback.FrameSummary | None) -> str:
+    return f"\n  at: {line.filename}:{line.lineno}, in {line.name}" if line else ""
+
+
 def _home(model: Callable[..., Any], named: str) -> str:
     """Return where a model is that did not begin, as it takes other arguments, or is not Python's. Not collective."""
-    code = getattr(model, "__code__", None) or getattr(type(model).__call__, "__code__", None)
+    called = type(model).forward if isinstance(model, torch.nn.Module) else type(model).__call__
+    code = getattr(model, "__code__", None) or getattr(called, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}" if code else named
 
 

@@ -21,7 +21,7 @@ from mpishard.comm.coupling.outlet import POLICIES, Outlet
 from mpishard.comm.coupling.patience import CLOSE, Ballot, call_of
 from mpishard.comm.exit import on_finalize
 from mpishard.comm.mesh import CartMesh, init_mesh
-from mpishard.errors import DesyncError, LayoutError, MeshError, MpishardError, UnsupportedOperationError
+from mpishard.errors import DesyncError, LayoutError, MeshError, MpishardError, UnsupportedOperationError, typed_text
 from mpishard.insitu import offer
 from mpishard.insitu.memory import require_own_cells
 from mpishard.insitu.offer import Offer, Side
@@ -443,7 +443,7 @@ def _unready(other: str, error: Exception) -> MpishardError:
     return MpishardError(
         f"connect: no link to {other!r} can be made here",
         expected="memory for its slots and fields",
-        got=f"{type(error).__name__}: {error}",
+        got=typed_text(error),
         fix="give a smaller depth, or more ranks",
     )
 

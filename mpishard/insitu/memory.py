@@ -18,6 +18,7 @@ from mpishard.errors import (
     MpishardError,
     UnsupportedDtypeError,
     UnsupportedOperationError,
+    typed_text,
 )
 
 
@@ -53,7 +54,7 @@ def as_tensor(name: str, array: Any, device: torch.device, *, writable: bool) ->
         raise LayoutError(
             f"{name}: an array that cannot be taken",
             expected="one whose library gives its memory, or numbers that describe it",
-            got=f"{type(e).__name__}: {e}",
+            got=typed_text(e),
             fix="pass an array of numpy or torch on the same memory",
         ) from e
     require_own_cells(name, tensor, written=writable)

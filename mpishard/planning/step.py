@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import JobError
+from mpishard.errors import JobError, own_line, text_of
 from mpishard.layout import Shard
 from mpishard.nn import distribute_module
 from mpishard.tensor import empty
@@ -24,14 +22,6 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adam": lambda params: torch.optim.Adam(params, lr=1e-9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-9),
 }
-
-
-# whose lines are not the user's
-_PACKAGES = (
-    "<frozen",
-    *(str(Path(str(m.__file__)).parent) for m in (importlib, torch)),
-    str(Path(__file__).parents[1]),
-)
 
 
 @dataclass(frozen=True)
@@ -159,10 +149,10 @@ def step_failed(error: Exception, program: Program) -> JobError:
 
 def told(error: BaseException) -> str:
     """Return what an error says, and the line of the user's program that met it. Not collective."""
-    own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_PACKAGES)]
+    own = own_line(error)
     # the rest may be long, and repeat the program
-    text = f"{type(error).__name__}: {str(error)[:1000]}"
-    return f"{text} ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else text
+    text = f"{type(error).__name__}: {text_of(error)[:1000]}"
+    return f"{text} ({Path(own.filename).name}, line {own.lineno})" if own else text
 
 
 def default_dims(shape: Sequence[int]) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from mpishard.comm import guard, traced
 from mpishard.comm.agreement import most_of
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.traced import Recording, recorded
-from mpishard.errors import MpishardError, UnsupportedOperationError
+from mpishard.errors import MpishardError, UnsupportedOperationError, text_of
 from mpishard.layout import Layout
 from mpishard.tensor.function import block_of
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -288,9 +288,7 @@ def _agreed(comm: Any, act: Callable[[], None]) -> None:
         act()
     except Exception as e:  # noqa: BLE001  # whatever a compiler raises
         error = e
-    reason = (
-        "" if error is None else f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-    )
+    reason = "" if error is None else f"{type(error).__name__}: {next(iter(text_of(error).strip().splitlines()), '')}"
     try:
         guard.agree(comm, None if error is None else CannotCompileError(reason))
     except MpishardError as agreed:

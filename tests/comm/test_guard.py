@@ -159,6 +159,18 @@ def test_classes_that_are_not_ours_arrive_as_ours(comm):
         assert same_everywhere(info.value)
 
 
+@several
+def test_an_error_whose_text_does_not_come_about_arrives(comm):
+    class Untold(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    for own in (0, WORLD.size - 1, WORLD.rank):
+        with pytest.raises(MpishardError, match=r"^Untold: \(no text: its __str__ raised RuntimeError\)") as info:
+            guard.agree(comm, Untold() if WORLD.rank == own else None)
+        assert same_everywhere(info.value)
+
+
 def test_every_public_error_travels(comm):
     kinds = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, MpishardError)]
     assert len(kinds) >= 7

@@ -78,6 +78,29 @@ def raises_late(u):
     return y * u.sum()
 
 
+class Untold(BaseException):
+    def __str__(self):
+        raise RuntimeError
+
+
+def raises_long(u):
+    raise ValueError("no such regime" + "é" * 3000)
+
+
+def raises_untold(u):
+    if LAST:
+        raise Untold
+    return box(u) * u.sum()
+
+
+def raises_in_torch(u):
+    return u.view(7)
+
+
+def refused(u):
+    return u.redistribute(placements=("no",))
+
+
 def leaves(u):
     sys.exit(3)
 

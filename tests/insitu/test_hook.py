@@ -224,19 +224,25 @@ def test_what_cannot_be_called_is_refused_when_the_hook_is_made(host, sim, given
         sim.hook(**{"model": lambda u: u, "inputs": ["u"], **given})
 
 
-def test_a_model_that_raises_on_one_rank(host, sim):
+class Untold(ValueError):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(("error", "text"), [(ValueError, "no such regime"), (Untold, r"Untold: \(no text")])
+def test_a_model_that_raises_on_one_rank(host, sim, error, text):
     array = host.array()
     before = array.copy()
     sim.field("u", array)
 
     def model(u):
         if WORLD.rank == SIZE - 1:
-            raise ValueError("no such regime")
+            raise error("no such regime")
         return u + 1
 
     hook = sim.hook(model, ["u"], ["u"])
     for _ in range(2):
-        with pytest.raises(ms.MpishardError, match="no such regime") as caught:
+        with pytest.raises(ms.MpishardError, match=text) as caught:
             hook()
         assert isinstance(caught.value.__cause__, ValueError) == (WORLD.rank == SIZE - 1)
         np.testing.assert_array_equal(array, before)

@@ -18,7 +18,7 @@ from torch import Tensor
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedDtypeError
+from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedDtypeError, typed_text
 from mpishard.io.checkpoint.background import broadcast_text
 from mpishard.io.checkpoint.checksum import first_wrong_cells, tile_count, tile_sums, wrong_tile
 from mpishard.io.checkpoint.folder import TENSORS, damaged, read_state
@@ -268,7 +268,7 @@ def restored(checkpoint: Path, wanted: ReadRequest, stages: Stages) -> dict[str,
         try:
             save = stages.check(checkpoint, read_state(checkpoint))
         except Exception as e:  # noqa: BLE001 (the others wait for this rank)
-            error = e if isinstance(e, MpishardError) else damaged(checkpoint, f"{type(e).__name__}: {e}")
+            error = e if isinstance(e, MpishardError) else damaged(checkpoint, typed_text(e))
     guard.agree(stages.group.comm, error)
     save = broadcast_text(save, stages.group)
     try:
@@ -301,7 +301,7 @@ def _restored(path: Path, wanted: ReadRequest, whole: Stages, save: str | None =
         except FileError as e:
             error = damaged(path, str(e)) if "load_checkpoint" not in str(e) else e
         except Exception as e:  # noqa: BLE001 (the others wait for this rank)
-            error = damaged(path, f"{type(e).__name__}: {e}")
+            error = damaged(path, typed_text(e))
     try:
         guard.agree(group.comm, error)
         taken = _decoded(path, broadcast_text(text, group), file, wanted, group)
@@ -310,7 +310,7 @@ def _restored(path: Path, wanted: ReadRequest, whole: Stages, save: str | None =
         except (FileError, LayoutError) as e:
             error = e
         except Exception as e:  # noqa: BLE001 (what a state makes an optimizer raise)
-            error = damaged(path, f"its state cannot be taken ({type(e).__name__}: {e})")
+            error = damaged(path, f"its state cannot be taken ({typed_text(e)})")
         guard.agree(group.comm, error)
         return taken
     finally:
@@ -363,7 +363,7 @@ def _decoded(path: Path, text: str, file: Any, wanted: ReadRequest, group: Any) 
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as e:
         if isinstance(e, MpishardError):
             raise
-        raise damaged(path, f"its state cannot be understood ({type(e).__name__}: {e})") from e
+        raise damaged(path, f"its state cannot be understood ({typed_text(e)})") from e
     return given | {"step": step}
 
 
@@ -387,7 +387,7 @@ def _plain(path: Path, file: Any, name: str, info: _Info, mesh: CartMesh, group:
     except FileError as e:
         error = e if "load_checkpoint" in str(e) else damaged(path, str(e))
     except Exception as e:  # noqa: BLE001 (of a damaged file h5py raises anything)
-        error = damaged(path, f"{TENSORS}: {name!r}: {type(e).__name__}: {e}")
+        error = damaged(path, f"{TENSORS}: {name!r}: {typed_text(e)}")
     guard.agree(group.comm, error)
     return blocking.broadcast(x, group, 0, in_place=True).view(info.dtype)
 
