@@ -52,7 +52,15 @@ program embedded
               "a short array on one rank")
     call must(mps_field(sim, "u", a, u, lo=many) == MPS_ERR_ARGUMENT .and. says("lo has another length"), "many ghosts")
     call must(mps_field(sim, "u", a, u, lo=[1, 1], dims=many) == MPS_ERR_ARGUMENT .and. says("dims has"), "many dims")
-    call must(mps_field(sim, "u", absent, u) == MPS_ERR_ARGUMENT .and. says("an extent of 0"), "not allocated")
+    call must(mps_field(sim, "u", a, u, lo=[1, 1], dims=[2, 2]) == MPS_ERR_ARGUMENT .and. &
+              says("dims[1] is 2" // achar(10) // "  expected: every dim of the domain once, else 0"), "a dim twice")
+    call must(mps_field(sim, "u", a, u, lo=[1, own(2) + 3]) == MPS_ERR_ARGUMENT .and. says("array dim 2 is too short"), &
+              "ghosts that the array has not")
+    call must(mps_adopt(cart, [nx, -1], tau) == MPS_ERR_ARGUMENT .and. says("shape[2] is -1"), "no extent")
+    call must(mps_adopt(cart, [nx, ny], tau, sizes=[own(1), -1]) == MPS_ERR_ARGUMENT .and. &
+              says("of dim 2 owns -1 cells"), "fewer cells than none")
+    call must(mps_field(sim, "u", absent, u) == MPS_ERR_ARGUMENT .and. &
+              says("an extent of 0, as of an array that is not allocated"), "not allocated")
     call must(mps_field(sim, "u", a, u, lo=[1, 1]) == MPS_OK, "field")
     call must(mps_field(sim, "u", b, tau, lo=[1, 1]) == MPS_ERR_ARGUMENT, "a name used twice")
     call must(says("used twice"), "a name used twice")

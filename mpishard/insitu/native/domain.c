@@ -25,7 +25,8 @@ static int topology(sim_t *sim, MPI_Comm comm, const int *grid, const int *perio
         for (int d = 0; grid != NULL && d < dims; d++)
             if (grid[d] != sim->grid[d])
                 return fail(MPS_ERR_ARGUMENT, "adopt: grid contradicts the communicator's topology\n  expected: grid[%d] of %d\n"
-                            "  got:      %d\n  fix:      leave grid out, or pass a communicator without a topology", d, sim->grid[d], grid[d]);
+                            "  got:      %d\n  fix:      leave grid out, or pass a communicator without a topology", d + sim->from, sim->grid[d],
+                            grid[d]);
     } else if (grid == NULL)
         return fail(MPS_ERR_ARGUMENT, "adopt: no grid of ranks\n  expected: a Cartesian communicator of %d dims, or grid\n"
                     "  got:      %s of %d dims", sim->ndim, kind == MPI_CART ? "one" : "a plain communicator", dims);
@@ -33,7 +34,7 @@ static int topology(sim_t *sim, MPI_Comm comm, const int *grid, const int *perio
         int rest = sim->rank;
         for (int d = sim->ndim - 1; d >= 0; d--) {
             sim->grid[d] = grid[d];
-            if (grid[d] < 1) return fail(MPS_ERR_ARGUMENT, "adopt: grid[%d] is %d\n  expected: 1 or more", d, grid[d]);
+            if (grid[d] < 1) return fail(MPS_ERR_ARGUMENT, "adopt: grid[%d] is %d\n  expected: 1 or more", d + sim->from, grid[d]);
             sim->coords[d] = rest % grid[d];
             rest /= grid[d];
         }
@@ -71,24 +72,27 @@ static int borders(sim_t *sim, const int64_t *sizes)
         int64_t sum = 0;
         for (int i = 0; i < n; i++) {
             int64_t size = most[i];
-            if (size < 0 || size != -least[i])
+            if (least[i] > 0)
+                status = fail(MPS_ERR_ARGUMENT, "adopt: a rank at position %d of dim %d owns %lld cells\n  expected: 0 or more", i, d + sim->from,
+                              (long long)-least[i]);
+            else if (size != -least[i])
                 status = fail(MPS_ERR_ARGUMENT, "adopt: the ranks at position %d of dim %d own different numbers of cells\n"
-                              "  expected: one number\n  got:      %lld to %lld", i, d, (long long)-least[i], (long long)size);
+                              "  expected: one number\n  got:      %lld to %lld", i, d + sim->from, (long long)-least[i], (long long)size);
             most[i] = sum;
             sum = size > INT64_MAX - sum ? INT64_MAX : sum + size;
         }
         most[n] = sum;
         if (!status && sum != sim->shape[d])
             status = fail(MPS_ERR_ARGUMENT, "adopt: owned boxes %s along dim %d at the box [%lld:%lld)\n  expected: boxes that end at %lld",
-                          sum < sim->shape[d] ? "leave a gap" : "overlap, or reach past the domain,", d, (long long)most[n - 1],
+                          sum < sim->shape[d] ? "leave a gap" : "overlap, or reach past the domain,", d + sim->from, (long long)most[n - 1],
                           (long long)sum, (long long)sim->shape[d]);
     }
     for (int d = 0; d < sim->ndim; d++) free(both[d]);
     return status;
 }
 
-int sim_made(int known, MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, const int64_t *sizes, const int *periodic,
-             mps_handle *handle)
+int sim_made(int known, int from, MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, const int64_t *sizes,
+             const int *periodic, mps_handle *handle)
 {
     int status = mpi_ready(), inter = 0;
     if (status) return status;
@@ -112,12 +116,13 @@ int sim_made(int known, MPI_Comm comm, int ndim, const int64_t *shape, const int
     sim->rank = sim->circle.rank;
     sim->size = sim->circle.size;
     sim->ndim = ndim;
+    sim->from = from;
     status = handle != NULL ? known : fail(MPS_ERR_ARGUMENT, "adopt: no place for the domain");
     if (!status && (ndim < 1 || ndim > 8)) status = fail(MPS_ERR_ARGUMENT, "adopt: ndim is %d\n  expected: 1 to 8", ndim);
     if (!status && shape == NULL) status = fail(MPS_ERR_ARGUMENT, "adopt: no shape");
     for (int d = 0; !status && d < ndim; d++) {
         sim->shape[d] = shape[d];
-        if (shape[d] < 0) status = fail(MPS_ERR_ARGUMENT, "adopt: shape[%d] is %lld", d, (long long)shape[d]);
+        if (shape[d] < 0) status = fail(MPS_ERR_ARGUMENT, "adopt: shape[%d] is %lld\n  expected: 0 or more", d + from, (long long)shape[d]);
     }
     if (!status) status = topology(sim, comm, grid, periodic);
     if (!status) status = limit_fits("adopt");
@@ -137,7 +142,7 @@ int sim_made(int known, MPI_Comm comm, int ndim, const int64_t *shape, const int
 int mps_adopt(MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, const int64_t *sizes, const int *periodic,
               mps_handle *sim)
 {
-    return sim_made(MPS_OK, comm, ndim, shape, grid, sizes, periodic, sim);
+    return sim_made(MPS_OK, 0, comm, ndim, shape, grid, sizes, periodic, sim);
 }
 
 void sim_left(sim_t *sim)
@@ -201,7 +206,8 @@ static int described(sim_t *sim, field_t *field, int ndim, const int *dims, cons
         field->lo[d] = lo ? lo[d] : 0;
         field->strides[d] = strides ? strides[d] : stride;
         if (m >= sim->ndim || m < -1 || (m >= 0 && layout->shards[m] >= 0))
-            return fail(MPS_ERR_ARGUMENT, "field '%s': dims[%d] is %d\n  expected: every dim of the domain once, else -1", field->name, d, m);
+            return fail(MPS_ERR_ARGUMENT, "field '%s': dims[%d] is %d\n  expected: every dim of the domain once, else %d", field->name,
+                        d + sim->from, m + sim->from, sim->from - 1);
         if (m >= 0) {
             layout->shards[m] = d;
             layout->shape[d] = sim->shape[m];
@@ -216,17 +222,18 @@ static int described(sim_t *sim, field_t *field, int ndim, const int *dims, cons
             }
             owned = layout->borders[d][sim->coords[m] + 1] - layout->borders[d][sim->coords[m]];
         } else if (faces != NULL && faces[d])
-            return fail(MPS_ERR_ARGUMENT, "field '%s': faces[%d] is %d\n  expected: 0 of an array dim that is none of the domain", field->name, d,
-                        faces[d]);
+            return fail(MPS_ERR_ARGUMENT, "field '%s': faces[%d] is %d\n  expected: 0 of an array dim that is none of the domain", field->name,
+                        d + sim->from, faces[d]);
         if (field->lo[d] < 0 || extents[d] < field->lo[d] || extents[d] - field->lo[d] < owned)
             return fail(MPS_ERR_ARGUMENT, "field '%s': array dim %d is too short\n  expected: %lld ghost and %lld owned cells\n"
-                        "  got:      an extent of %lld", field->name, d, (long long)field->lo[d], (long long)owned, (long long)extents[d]);
+                        "  got:      an extent of %lld%s", field->name, d + sim->from, (long long)field->lo[d], (long long)owned, (long long)extents[d],
+                        extents[d] == 0 && field->data == NULL ? ", as of an array that is not allocated" : "");
         if (m < 0) layout->shape[d] = extents[d] - field->lo[d];
         stride = extents[d] > 0 && stride > PTRDIFF_MAX / extents[d] ? PTRDIFF_MAX : stride * extents[d];
     }
     for (int m = 0; m < sim->ndim; m++)
         if (layout->shards[m] < 0)
-            return fail(MPS_ERR_ARGUMENT, "field '%s': no array dim is dim %d of the domain", field->name, m);
+            return fail(MPS_ERR_ARGUMENT, "field '%s': no array dim is dim %d of the domain", field->name, m + sim->from);
     if (too_large(field))
         return fail(MPS_ERR_ARGUMENT, "field '%s': its extents and strides reach further than memory does\n  expected: extents in cells, "
                     "strides in bytes", field->name);

@@ -26,7 +26,7 @@ int mps_adopt_f(MPI_Fint comm, int ndim, const int64_t *shape, const int *grid, 
     int status = mpi_ready(); /* without MPI the handle cannot be converted */
     if (status) return status;
     status = lengths_fit("adopt", names, 3, lengths, ndim);
-    return sim_made(status, MPI_Comm_f2c(comm), ndim, shape, grid, sizes, periodic, sim);
+    return sim_made(status, 1, MPI_Comm_f2c(comm), ndim, shape, grid, sizes, periodic, sim);
 }
 
 int mps_field_f(mps_handle sim, const char *name, int dtype, void *data, int ndim, const int *dims, const int64_t *extents,

@@ -104,6 +104,7 @@ void program_left(program_t *program);
 typedef struct field_s field_t;
 typedef struct {
     int users, released, rank, size, ndim;
+    int from; /* what its host counts dims from: 0 in C, 1 in Fortran */
     circle_t circle;
     int64_t shape[MAX_DIMS];
     int grid[MAX_DIMS], coords[MAX_DIMS], periodic[MAX_DIMS];
@@ -113,8 +114,8 @@ typedef struct {
     int64_t hooks;   /* made so far */
 } sim_t;
 /* the calls of mpishard.h, where something is known to be wrong before (else MPS_OK), which all ranks are told */
-int sim_made(int known, MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, const int64_t *sizes, const int *periodic,
-             mps_handle *handle);
+int sim_made(int known, int from, MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, const int64_t *sizes,
+             const int *periodic, mps_handle *handle);
 int field_made(int known, mps_handle handle, const char *name, int dtype, void *data, int ndim, const int *dims,
                const int64_t *extents, const int64_t *lo, const int64_t *strides, const int *faces, mps_handle *out);
 void sim_left(sim_t *sim);
