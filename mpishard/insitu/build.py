@@ -109,6 +109,7 @@ def _compile(folder: Path, cc: list[str], fc: list[str] | None) -> None:
     for place in (include, lib):
         place.mkdir(parents=True, exist_ok=True)
     shutil.copy(NATIVE / "mpishard.h", include)
+    (include / "mpishard.mod").unlink(missing_ok=True)  # of an earlier compiler, with code that goes
     c = [*cc, "-std=c99", "-O2", "-fPIC", "-fvisibility=hidden", f"-I{NATIVE}"]
     sources = [os.fspath(NATIVE / name) for name in SOURCES]
     python = [f'-DMPS_PYTHON="{sys.executable}"', os.fspath(NATIVE / "python.c"), "-ldl", "-lm"]

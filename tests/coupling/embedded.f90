@@ -56,6 +56,7 @@ program embedded
               says("dims[1] is 2" // achar(10) // "  expected: every dim of the domain once, else 0"), "a dim twice")
     call must(mps_field(sim, "u", a, u, lo=[1, own(2) + 3]) == MPS_ERR_ARGUMENT .and. says("array dim 2 is too short"), &
               "ghosts that the array has not")
+    call must(mps_field(sim, "u", a, u, lo=[1, -1]) == MPS_ERR_ARGUMENT .and. says("lo[2] is -1"), "fewer ghosts than none")
     call must(mps_adopt(cart, [nx, -1], tau) == MPS_ERR_ARGUMENT .and. says("shape[2] is -1"), "no extent")
     call must(mps_adopt(cart, [nx, ny], tau, sizes=[own(1), -1]) == MPS_ERR_ARGUMENT .and. &
               says("of dim 2 owns -1 cells"), "fewer cells than none")

@@ -41,6 +41,14 @@ def test_another_compiler_of_the_same_name_compiles_anew(cc, tmp_path, monkeypat
     assert times[0] == times[1] < times[2] == times[3]
 
 
+def test_the_module_of_an_earlier_compiler_does_not_stay(cc, tmp_path):
+    left = tmp_path / "built" / "include" / "mpishard.mod"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    build(tmp_path / "built", cc, "no Fortran")
+    assert not left.exists()
+
+
 def test_a_folder_whose_name_is_two_words(cc, tmp_path):
     folder = tmp_path / "two words"
     built = build(folder, cc, "no Fortran", link=True)

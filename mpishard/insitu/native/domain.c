@@ -192,8 +192,9 @@ static int described(sim_t *sim, field_t *field, int ndim, const int *dims, cons
     layout_t *layout = &field->layout;
     layout->ndim = ndim;
     layout->mesh_ndim = sim->ndim;
-    if (ndim < sim->ndim || ndim > MAX_DIMS || extents == NULL)
-        return fail(MPS_ERR_ARGUMENT, "field '%s': ndim is %d\n  expected: %d to %d, and extents", field->name, ndim, sim->ndim, MAX_DIMS);
+    if (ndim < sim->ndim || ndim > MAX_DIMS)
+        return fail(MPS_ERR_ARGUMENT, "field '%s': ndim is %d\n  expected: %d to %d", field->name, ndim, sim->ndim, MAX_DIMS);
+    if (extents == NULL) return fail(MPS_ERR_ARGUMENT, "field '%s': no extents", field->name);
     for (int m = 0; m < sim->ndim; m++) {
         layout->mesh[m] = sim->grid[m];
         layout->shards[m] = -1;
@@ -224,7 +225,10 @@ static int described(sim_t *sim, field_t *field, int ndim, const int *dims, cons
         } else if (faces != NULL && faces[d])
             return fail(MPS_ERR_ARGUMENT, "field '%s': faces[%d] is %d\n  expected: 0 of an array dim that is none of the domain", field->name,
                         d + sim->from, faces[d]);
-        if (field->lo[d] < 0 || extents[d] < field->lo[d] || extents[d] - field->lo[d] < owned)
+        if (field->lo[d] < 0)
+            return fail(MPS_ERR_ARGUMENT, "field '%s': lo[%d] is %lld\n  expected: 0 or more ghost cells", field->name, d + sim->from,
+                        (long long)field->lo[d]);
+        if (extents[d] < field->lo[d] || extents[d] - field->lo[d] < owned)
             return fail(MPS_ERR_ARGUMENT, "field '%s': array dim %d is too short\n  expected: %lld ghost and %lld owned cells\n"
                         "  got:      an extent of %lld%s", field->name, d + sim->from, (long long)field->lo[d], (long long)owned, (long long)extents[d],
                         extents[d] == 0 && field->data == NULL ? ", as of an array that is not allocated" : "");
