@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import numpy as np
@@ -55,10 +56,13 @@ def test_a_model_on_the_ranks_of_c(programs, compiled, tmp_path):
     """One job with everything that goes right and wrong, one with more threads, and one with another MPI inside."""
     host = compiled(HERE / "embedded.c", tmp_path / "host")
     other = "mpich" if mpi_of_launcher().startswith("Open MPI") else "openmpi"
+    venv.create(tmp_path / "bare", symlinks=True)
+    bare = {"MPISHARD_PYTHON": os.fspath(tmp_path / "bare" / "bin" / "python"), "PYTHONPATH": ""}
     for ranks, part, said, env in (
         (2, "all", "EMBEDDED C IS RIGHT", {}),
         (2, "threads", "THE SOLVER GOES ON", {}),
-        (1, "wrong_mpi", "THE OTHER MPI IS NAMED", {"MPI4PY_MPIABI": other}),
+        (1, "wrong another MPI", "THE PYTHON IS REFUSED", {"MPI4PY_MPIABI": other}),
+        (1, "wrong fix:      name a Python that has it in MPISHARD_PYTHON", "THE PYTHON IS REFUSED", bare),
     ):
         done = programs((ranks, [host, part, HERE]), env=env)
         assert done.returncode == 0, done.stdout
