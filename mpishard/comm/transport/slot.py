@@ -8,10 +8,11 @@ Extrema all travel as maxima of 64-bit integers: where some ranks took the small
 looked at numbers of other lengths, one of them could come out with its own. Products have no place here: a mark would
 have to be 1.
 
-What is not small, or no all-reduce, has no mark of its own: MPI libraries let other lengths pass, or end the process,
-and two ranks may wait for each other. So ahead of it goes a message of nothing but a mark. Ahead of what goes on in the
-background, or by NCCL, no rank waits: its operation, dtype and length are noted here, and go into the next mark, where
-all ranks learn of it if they differed.
+What is not small, or no sum or extremum, has no place for a mark: MPI libraries let other lengths pass, or end the
+process, and two ranks may wait for each other. So ahead of it goes a message of nothing but a mark, and beside a large
+sum in the background, which is compared where a rank asks for it. Ahead of gathers in the background, and of what NCCL
+carries, no rank waits: operation, dtype and length are noted here, and go into the next mark, where all ranks learn
+of it if they differed.
 """
 
 from __future__ import annotations
