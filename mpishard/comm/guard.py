@@ -186,13 +186,13 @@ def _agree(
             agreed = _failure(comm, error, size - int(most[0]))
         else:
             known = "" if error is None else f" (which raised {_in_line(error)})"
-            agreed = _desync(disagreement.kinds(comm, text if met else op + known))
+            agreed = _desync_of(disagreement.kinds(comm, text if met else op + known))
     raise common(agreed, comm) from None
 
 
 def differing(comm: MPI.Intracomm, call: str) -> DesyncError:
     """Return the error of ranks whose small reductions, this rank's ``call``, are not the same. Collective."""
-    return common(_desync(disagreement.kinds(comm, call)), comm)
+    return common(_desync_of(disagreement.kinds(comm, call)), comm)
 
 
 def _failure(comm: MPI.Intracomm, error: BaseException | None, first: int) -> BaseException:
@@ -236,7 +236,7 @@ def _meet(request: MPI.Request, comm: MPI.Intracomm, op: str) -> None:
                 if time.monotonic() - since > patience_s:
                     peer = status.Get_source()
                     told = [(op, comm.Get_rank()), (comm.recv(None, peer, SINGLE), peer)]
-                    raise _desync([disagreement.Kind(text, 0, 1, [(rank, rank)]) for text, rank in told])
+                    raise _desync_of([disagreement.Kind(text, 0, 1, [(rank, rank)]) for text, rank in told])
             os.sched_yield()
     except BaseException:
         in_flight.left.append(request)
@@ -254,12 +254,12 @@ def is_common(error: BaseException) -> bool:
     return "_told_by_rank_0" in error.__dict__
 
 
-def _desync(found: Sequence[disagreement.Kind]) -> DesyncError:
+def _desync_of(found: Sequence[disagreement.Kind]) -> DesyncError:
     odd = disagreement.unlike(found)
-    return unlike("; ".join(map(str, found)), f" ({odd} differ{'s' * odd.startswith('rank ')})" if odd else "")
+    return desync("; ".join(map(str, found)), f" ({odd} differ{'s' * odd.startswith('rank ')})" if odd else "")
 
 
-def unlike(got: str, odd: str = "") -> DesyncError:
+def desync(got: str, odd: str = "") -> DesyncError:
     """Return the error of ranks that ``got`` tells of. Not collective."""
     return DesyncError(
         f"ranks made different calls{odd}",

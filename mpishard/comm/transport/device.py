@@ -75,15 +75,15 @@ class Device:
             link.all_reduce(x, x, "sum")
             return [], lambda: None
         memory, host, small = byte_view(x), driver.pinned(x.nbytes), has_room(x, "sum")
-        marks, requests = [], []
-        parts = [(0, x.nbytes)] if small else [(a, b) for ((a, b),) in cut(x.nbytes, x.itemsize)]
+        if small:
+            driver.download(host, memory)
+            driver.wait(driver.mark())
+        request, arrived = self._slot.start_sum(host.view(x.dtype), rule)
+        marks, requests = [], [request]
+        parts = [] if small else [(a, b) for ((a, b),) in cut(x.nbytes, x.itemsize)]
         for a, b in parts:
             driver.download(host[a:b], memory[a:b])
             marks.append(driver.mark())
-        if small:
-            driver.wait(marks.pop())
-        request, arrived = self._slot.start_sum(host.view(x.dtype), rule)
-        requests.append(request)
         for (a, b), mark in zip(parts, marks):
             driver.wait(mark)
             driver.lend([], [host[a:b]])

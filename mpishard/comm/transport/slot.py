@@ -131,7 +131,7 @@ class Slot:
             if (words[-2], words[-1]) != expected:
                 # not compared: the others may never ask for this sum
                 told = self._told(called, noted, remark)
-                raise guard.unlike(f"rank {comm.Get_rank()}: {told}; another rank: a call that its own error names")
+                raise guard.desync(f"rank {comm.Get_rank()}: {told}; another rank: a call that its own error names")
             values[:] = message[:n]
             self._spare.append(left.pop())
 
