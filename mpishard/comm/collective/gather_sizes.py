@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from zlib import crc32
 
 import numpy as np
@@ -14,6 +13,7 @@ from mpi4py import MPI
 from mpishard.comm import guard
 from mpishard.comm.disagreement import digest_of
 from mpishard.comm.mesh import CartMesh, Group
+from mpishard.comm.transport.slot import slot_of
 from mpishard.layout import as_block_sizes, repeated
 
 _ROOM = (guard.SLOT_NBYTES - guard.MARK_NBYTES) // 16  # of each number there are two, of 8 bytes
@@ -22,41 +22,31 @@ _ROOM = (guard.SLOT_NBYTES - guard.MARK_NBYTES) // 16  # of each number there ar
 def gather_extents(op: str, shape: torch.Size, dim: int, signature: object, group: Group) -> tuple[int, ...]:
     """Return the ranks' extents along ``dim``, of which ``shape`` has this rank's. Collective over the group.
 
-    ``signature``, and the shape outside ``dim``, must be those of all: else `DesyncError` on every rank, of ``op``.
+    ``signature``, and the shape outside ``dim``, must be those of all, and no rank in another call: else `DesyncError`
+    on every rank, of ``op``.
     """
     if group.size == 1:
         return (shape[dim],)
     rest = (*shape[:dim], -1, *shape[dim + 1 :])
     if guard.DEBUG:
         guard.check(group.comm, op, rest, signature)
-    return _gathered(op, shape, dim, signature, group, _digest(rest, signature))
-
-
-def _gathered(op: str, shape: torch.Size, dim: int, signature: object, group: Group, number: int) -> tuple[int, ...]:
-    mine = array("q", (shape[dim], number))
-    every = array("q", bytes(16 * group.size))
+    every = array("q", bytes(8 * group.size))
     with guard.waiting(op, (), group.comm):
-        group.comm.Allgather((mine, MPI.INT64_T), (every, MPI.INT64_T))
-    extents, digests = np.frombuffer(every, np.int64).reshape(-1, 2).T
-    if (digests != digests[0]).any():
-        guard.agree(group.comm, None, f"{op}, shape {tuple(shape)} (dim {dim} is free), {signature}")
-    return as_block_sizes(extents.tolist()) if (extents != extents[0]).any() else repeated(((shape[dim], group.size),))
+        slot_of(group).meet(f"{op}, asks for extents: shape {rest}, {signature}", torch.int64, 8)
+        group.comm.Allgather((array("q", (shape[dim],)), MPI.INT64_T), (every, MPI.INT64_T))
+    return as_block_sizes(every) if every.count(every[0]) < group.size else repeated(((shape[dim], group.size),))
 
 
 def asked_extents(
     op: str, shape: torch.Size, dim: int, signature: object, mesh: CartMesh, mesh_dims: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Do what `gather_extents` does, over some mesh dims (ascending).
+    """Do what `gather_extents` does, over some mesh dims (ascending). Collective over them.
 
-    Collective over them. A call that is new begins with the agreement that every new call begins with: another one on
-    another rank, as of extents that are given, is told.
+    A call that is new begins with the agreement that every new call begins with: an error of another rank is told.
     """
-    group = mesh.group(mesh_dims)
-    if group.size == 1:
-        return (shape[dim],)
     rest = (*shape[:dim], -1, *shape[dim + 1 :])
-    number = mesh.plan((op, "asks for extents: shape", rest, signature), lambda: _digest(rest, signature), mesh_dims)
-    return _gathered(op, shape, dim, signature, group, number)
+    mesh.plan((op, "asks for extents: shape", rest, signature), lambda: True, mesh_dims)
+    return gather_extents(op, shape, dim, signature, mesh.group(mesh_dims))
 
 
 def are_alike(op: str, numbers: Sequence[int], group: Group) -> bool:
@@ -144,8 +134,3 @@ def first_unlike(op: str, numbers: Sequence[int], group: Group) -> tuple[int, li
 def digest(what: object) -> int:
     """Return a number above 0 that tells values apart by their text. Not collective."""
     return digest_of(repr(what))
-
-
-@lru_cache(maxsize=4096)
-def _digest(*parts: object) -> int:
-    return crc32(repr(parts).encode())
