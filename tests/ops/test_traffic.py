@@ -91,6 +91,14 @@ def written(x):
     return y
 
 
+def at_mask(x):
+    """Cells picked by a mask, and written back."""
+    y = x.permute(2, 0, 1, 3) * 1
+    mask = y.detach() > 0.2
+    y[mask] = y[mask] * 2
+    return y
+
+
 NOTHING: dict[str, tuple[int, int]] = {}
 # family: what is called, what travels forward, and backward
 FAMILIES = {
@@ -215,6 +223,7 @@ FAMILIES = {
     "index/basic, a slice": (lambda x: x[:, :, 1:-1], NOTHING, NOTHING),
     # how many every rank found
     "index/masked": (lambda x: x.detach()[0, 0, :, 0].nonzero(), each("all_gather", 8), NOTHING),
+    "index/masked, written": (at_mask, each("all_gather", 2 * 8, 2), NOTHING),
     "index/searchsorted": (lambda x: torch.bucketize(x.detach(), values(5).sort()[0]), NOTHING, NOTHING),
     "pointwise/quantize": (lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127), NOTHING, NOTHING),
     "pointwise, masked": (lambda x: x.masked_fill(x > 0, 1.0), NOTHING, NOTHING),

@@ -28,7 +28,7 @@ from mpishard.errors import LayoutError
 from mpishard.layout import Layout, Placement, Replicate, Shard, holders, layout_of, spans_of
 from mpishard.ops.index.added import put_sums
 from mpishard.ops.index.basic import indexed, one_ellipsis
-from mpishard.ops.index.masked import picked_where
+from mpishard.ops.index.masked import picked_where, require_extent
 from mpishard.ops.rule.agreement import agreed, blank, checked, in_range
 from mpishard.ops.rule.dim import normal_dim, settled
 from mpishard.ops.rule.reduction import HALVES
@@ -99,17 +99,17 @@ def split_index(x: ShardTensor, index: Any) -> tuple[tuple[Any, ...], list[Any]]
     return tuple(basic), per_dim
 
 
+def lone_mask(per_dim: Sequence[Any]) -> int | None:
+    """Return the first dim that a mask covers which is the only tensor of an index, or None. Not collective."""
+    given = [d for d, item in enumerate(per_dim) if item is not None]
+    first = per_dim[given[0]] if given else None
+    if not isinstance(first, tuple) or len(given) != first[0].ndim:
+        return None
+    return given[0] if all(isinstance(per_dim[d], tuple) and per_dim[d][0] is first[0] for d in given) else None
+
+
 def _is_mask(x: Tensor) -> bool:
     return x.dtype in (torch.bool, torch.uint8)
-
-
-def require_extent(mask: Tensor, k: int, layout: Layout, dim: int) -> None:
-    """Refuse a mask whose dim ``k`` has another extent than the dim that it covers. Not collective."""
-    if mask.shape[k] != layout.shape[dim]:
-        raise IndexError(
-            f"The shape of the mask {list(mask.shape)} at index {k} does not match the shape of the indexed "
-            f"tensor {list(layout.shape)} at index {dim}"
-        )
 
 
 def _require_integers(index: Tensor) -> None:
@@ -208,11 +208,10 @@ def picked(x: Any, index: Any) -> ShardTensor:
     if not isinstance(x, ShardTensor):
         x = on_mesh(x, mesh_of(tensors_in([index])))
     x = settled(x)
-    if isinstance(alone, ShardTensor) and _is_mask(alone) and alone.ndim:
-        return picked_where(x, alone)
     basic, per_dim = split_index(x, index)
-
     y = indexed(x, basic)
+    if (lead := lone_mask(per_dim)) is not None:
+        return picked_where(y, per_dim[lead][0], lead)
     return _pick(y, points_of(y.sharding, per_dim))
 
 

@@ -19,10 +19,10 @@ from mpishard.ops.index.advanced import (
     at_dims,
     everywhere,
     is_boolean,
+    lone_mask,
     mesh_dims_of,
     owned_cells,
     points_of,
-    require_extent,
     require_long,
     result_of,
     sole,
@@ -30,6 +30,7 @@ from mpishard.ops.index.advanced import (
     with_empty_blocks,
 )
 from mpishard.ops.index.basic import fitted_shape, indexed, plan_index, write_at
+from mpishard.ops.index.masked import put_where, require_extent
 from mpishard.ops.rule.agreement import agreed
 from mpishard.ops.rule.dim import into_plain, normal_dim, prepare_write, require_writable, viewed
 from mpishard.tensor.operand import fitted, mesh_of, on_mesh, replicated_layout, resolved
@@ -65,22 +66,14 @@ def put(x: ShardTensor, index: Any, value: Any, accumulate: bool = False) -> Non
 def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool) -> None:
     """Write at the tensors of an index. Collective where the value must travel."""
     mesh = y.mesh
-    masks = [d for d, item in enumerate(per_dim) if isinstance(item, tuple)]
-    for d in masks:
-        require_extent(*per_dim[d], y.sharding, d)  # where a mask selects, it would be broadcast
-    if masks and len({id(per_dim[d][0]) for d in masks}) == 1 and len(masks) == sum(i is not None for i in per_dim):
-        mask, after = per_dim[masks[0]][0], y.ndim - 1 - masks[-1]
-        one = not isinstance(value, Tensor) or value.numel() == 1
-        if mask.dtype == torch.uint8 and one and not accumulate:
-            raise RuntimeError("masked_fill_ only supports boolean masks, but got mask with dtype unsigned char")
-        _check_dtype(y, value, one)
-        broadcasts = not isinstance(value, Tensor) or value.ndim <= after
-        if broadcasts and not accumulate:
-            mask = mask.bool().reshape(*mask.shape, *(1,) * after)
-            y.copy_(torch.where(mask, value, y)) if isinstance(value, Tensor) else y.masked_fill_(mask, value)
-            return
-    else:
-        _check_dtype(y, value, False)
+    for d, item in enumerate(per_dim):
+        if isinstance(item, tuple):
+            require_extent(*item, y.sharding, d)  # where a mask selects, it would be broadcast
+    lead = lone_mask(per_dim)
+    if lead is not None:
+        _put_where(y, per_dim[lead][0], lead, value, accumulate)
+        return
+    _check_dtype(y, value, False)
     layout, points = y.sharding, points_of(y.sharding, per_dim)
     # along an index of more dims values may broadcast: a row of them belongs to no row of the index
     each = accumulate and len(points.dims) == 1 and points.indices[0].ndim == 1
@@ -115,6 +108,19 @@ def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool
     if mine is not None and value.ndim:
         value = value.index_select(lead, mine)
     _written(y.block, items, value, accumulate, y)
+
+
+def _put_where(y: ShardTensor, mask: Any, lead: int, value: Any, accumulate: bool) -> None:
+    after = y.ndim - lead - mask.ndim
+    one = not isinstance(value, Tensor) or value.numel() == 1
+    if mask.dtype == torch.uint8 and one and not accumulate:
+        raise RuntimeError("masked_fill_ only supports boolean masks, but got mask with dtype unsigned char")
+    _check_dtype(y, value, one)
+    if accumulate or (isinstance(value, Tensor) and value.ndim > after):
+        put_where(y, mask, lead, value, accumulate)
+        return
+    mask = mask.bool().reshape(*mask.shape, *(1,) * after)
+    y.copy_(torch.where(mask, value, y)) if isinstance(value, Tensor) else y.masked_fill_(mask, value)
 
 
 def _sums(dim: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

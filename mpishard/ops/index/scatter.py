@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.autograd.use import use
+from mpishard.layout import Layout
 from mpishard.ops.index.advanced import picked, require_long
 from mpishard.ops.index.getitem import setitem
 from mpishard.ops.index.index_put import put
+from mpishard.ops.index.masked import write_where
 from mpishard.ops.rule.agreement import checked, in_range
 from mpishard.ops.rule.dim import (
     gathered,
@@ -27,7 +28,7 @@ from mpishard.ops.rule.dim import (
 )
 from mpishard.ops.rule.reduction import HALVES
 from mpishard.tensor.operand import fitted, mesh_of, moved, replicated_layout, resolved
-from mpishard.tensor.registry import implements
+from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -120,6 +121,10 @@ def fill_diagonal_(self: ShardTensor, fill_value: Any, wrap: bool = False) -> Sh
     return self
 
 
+def _masked(x: Tensor) -> Tensor:
+    return x.masked_scatter(torch.ones(2, dtype=torch.bool, device=x.device), x)
+
+
 # -- flat positions
 
 
@@ -166,12 +171,12 @@ def put_(self: ShardTensor, index: Any, source: Any, accumulate: bool = False) -
     return self
 
 
-@implements(torch.Tensor.masked_scatter_, sharded="gathers")
+@implements(torch.Tensor.masked_scatter_, sharded="moves")
 @into_plain(torch.Tensor.masked_scatter_)
 def masked_scatter_(self: ShardTensor, mask: Any, source: Any) -> ShardTensor:
     """Write consecutive cells of ``source`` where a mask is true, in place.
 
-    Collective where mask or source are sharded: they are gathered, to know how many cells come before a block.
+    Collective where the tensor is sharded: a number from every rank, and cells whose order has them elsewhere.
     """
     if mask.dtype != torch.bool:
         raise RuntimeError(f"masked_scatter_ only supports boolean masks, but got mask with dtype {mask.dtype}")
@@ -180,20 +185,18 @@ def masked_scatter_(self: ShardTensor, mask: Any, source: Any) -> ShardTensor:
             f"masked_scatter: expected self and source to have same dtypes but got {self.dtype} and {source.dtype}"
         )
     require_writable(self, "masked_scatter_")
+    require_dtype(self, _masked)
     prepare_write(self)
-    mask, source = plain(mask), plain(source)
-    cells = source.numel()
 
-    def check(mask: Tensor) -> None:
-        if int(mask.sum()) > cells:
+    def shaped(values: ShardTensor, rows: Layout) -> Any:
+        if rows.shape[0] > values.numel():
             raise RuntimeError("Number of elements of source < number of ones in mask")
+        return values.reshape(-1)[: rows.shape[0]]
 
-    mask = checked(check, self.mesh, (), mask.expand(self.sharding.shape))
-    position = mask.reshape(-1).cumsum(0).sub_(1).clamp_(min=0).view(mask.shape)
-    block = tuple(slice(lo, hi) for lo, hi in self.sharding.box(self.mesh.coords))
-    values = use(source, self.mesh, self.sharding.sharded_mesh_dims).reshape(-1)
-    if source.numel():
-        self.block.copy_(torch.where(mask[block], values[position[block]].to(self.dtype), self.block))
+    if self.ndim:
+        write_where(self, mask.expand(self.sharding.shape), 0, source, shaped)
+    else:
+        masked_scatter_(self.view(1), mask.expand(1), source)
     return self
 
 
@@ -249,6 +252,5 @@ def _out_of_place(in_place: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-for _name, _rule in {"put": put_, "masked_scatter": masked_scatter_}.items():
-    for _place in (torch, torch.Tensor):
-        implements(getattr(_place, _name), sharded="gathers")(_out_of_place(_rule))
+implements(*spellings("put"), sharded="gathers")(_out_of_place(put_))
+implements(*spellings("masked_scatter"), sharded="moves")(_out_of_place(masked_scatter_))

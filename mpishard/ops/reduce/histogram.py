@@ -11,7 +11,7 @@ from mpishard.autograd.graph import underivable
 from mpishard.comm.collective import blocking
 from mpishard.ops.rule.dim import gathered, plain, require_dtype, strict_int, whole_along, without
 from mpishard.ops.rule.whole import whole
-from mpishard.tensor.operand import fitted, mesh_of, moved, on_mesh, replicated_layout, resolved
+from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, moved, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -32,6 +32,12 @@ def _summed(x: ShardTensor, local: Tensor) -> ShardTensor:
 
 def _range(x: ShardTensor) -> tuple[Any, Any]:
     return tuple(t.block.item() for t in torch.aminmax(x)) if x.numel() else (0, 0)
+
+
+def _weighed(x: ShardTensor, weights: Any) -> tuple[ShardTensor, Tensor]:
+    """Return cells and a block with a weight for each, cut as either is. Collective where both are, and differ."""
+    _, layout = broadcast_of([x, weights])
+    return moved(x, layout), fitted(weights, x.mesh, layout)
 
 
 def _counted(x: Tensor) -> Any:
@@ -58,17 +64,19 @@ def histogram(
     own = on_mesh(input, mesh_of((input, bins, weight)))
     if range is None and not isinstance(bins, Tensor):
         require_dtype(own, _counted)
+    if weight is not None:
+        if tuple(weight.shape) != tuple(own.shape):
+            # torch compares the numbers of cells alone
+            nothing = torch.zeros((), device="cpu")
+            torch.histogram(nothing.expand(own.shape), 1, weight=nothing.expand(weight.shape))
+            weight = weight.reshape(own.shape)
+        own, weight = _weighed(own, resolved(weight))
     x = own.detach()
     operands = [own.block]
     options: dict[str, Any] = {}
     if weight is not None:
-        if tuple(weight.shape) != tuple(x.shape):
-            # torch compares the numbers of cells alone
-            nothing = torch.zeros((), device="cpu")
-            torch.histogram(nothing.expand(x.shape), 1, weight=nothing.expand(weight.shape))
-            weight = weight.reshape(x.shape)
-        operands.append(fitted(resolved(weight), x.mesh, x.sharding))
-        options["weight"] = operands[1].detach()
+        operands.append(weight)
+        options["weight"] = weight.detach()
     if isinstance(bins, Tensor):
         bins = plain(bins)
         operands.append(bins)
@@ -99,7 +107,7 @@ def bincount(input: ShardTensor, weights: Any = None, minlength: int = 0) -> Sha
     if tuple(weights.shape) != tuple(x.shape):
         raise RuntimeError("weights should be 1-d and have the same length as input")
     own = resolved(weights)
-    cells = fitted(own.detach(), x.mesh, x.sharding)
+    x, cells = _weighed(x, own.detach())
     n = max(minlength, hi + 1 if x.numel() else 0)
     result = torch.bincount(x.block.new_zeros(1), cells.new_zeros(1)).dtype
     sums = _summed(x, torch.bincount(x.block, cells, n).to(result))

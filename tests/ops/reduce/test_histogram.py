@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.compare import flat, gathered, shard
+import mpishard as ms
+from tests.compare import WORLD, flat, gathered, mesh_of, shard
 from tests.ops.windows import field, same, sampled
 
 NUMBERS = (torch.arange(35) * 7 % 11).reshape(7, 5)
@@ -39,6 +40,11 @@ def test_bincount():
     same(lambda x: torch.bincount(x, torch.arange(35) / 4), NUMBERS.reshape(-1), (0,), 2)
     same(lambda x: torch.bincount(x, x * 2.0), NUMBERS.reshape(-1), (0,), 2)
     same(lambda w: torch.bincount(NUMBERS.reshape(-1), w), field(35), (0,), 1, exact=False)
+    weights = shard(field(35), mesh_of((WORLD.size,)), (ms.Shard(0),))
+    with ms.comm_counter() as count:
+        torch.bincount(NUMBERS.reshape(-1), weights)
+        torch.histogram(field(35), 4, weight=weights)
+    assert "all_gather" not in count.by_op  # the weights stay
     for mesh, placements, sizes in sampled((35,), (0,), 0, 2):
         with pytest.raises(RuntimeError, match="non-negative"):
             torch.bincount(shard(NUMBERS.reshape(-1) - 1, mesh, placements, sizes))
