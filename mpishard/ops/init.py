@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpishard.ops.rule.dim import require_writable
+from mpishard.ops.rule.write import require_writable
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor
 

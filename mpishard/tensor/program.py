@@ -86,8 +86,8 @@ def why_not(inputs: Sequence[Any], mesh: CartMesh) -> str:
                 return "ShardTensors of several meshes"
             if x._halo is not None:
                 return "a tensor with its halo beside it (of a simulation, or with ghost=)"
-            if x._root is not None or x._origin is not None:
-                return "a tensor that was written into, or a gathered view"
+            if x._root is not None:
+                return "a tensor that was written into"
         elif isinstance(x, Tensor) and hasattr(x, "_gathered"):
             return "sharded parameters"
     return ""
@@ -164,8 +164,6 @@ class Program:
         for y in outputs:
             if isinstance(y, ShardTensor):
                 again = next((i for i, x in enumerate(inputs) if x is y), None)
-                if y._origin is not None and again is None:
-                    raise CannotCompileError("a gathered view among the results")
                 self._outputs.append(_Output(y.sharding, again, _flags(y)))
             else:
                 self._outputs.append(_Output(None, None, (False, None)))

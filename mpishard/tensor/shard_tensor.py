@@ -61,8 +61,8 @@ class ShardTensor(Tensor):
     # of a view, and of blocks that the user cut out of larger arrays: how the whole would lie in memory
     # (`mpishard.tensor.strides`)
     _trail: tuple[Any, ...] | None = None
-    # of a gathered view: the tensor it was taken from, and how (`mpishard.ops.rule.dim`)
-    _origin: tuple[ShardTensor, Any] | None = None
+    # of a gathered view: the tensor it was taken from, and how (`mpishard.ops.rule.write`)
+    _origin: tuple[ShardTensor, tuple[Any, ...]] | None = None
     # where another block of the same cells took the place of the first, to which autograd goes back: that one, its
     # layout, and the version of the other up to which both are the same
     _root: tuple[Tensor, Layout, int] | None = None
@@ -185,7 +185,7 @@ class ShardTensor(Tensor):
         What is assigned is brought to where this tensor lies, if it has the same shape: collective then. So is a plain
         tensor of that shape and dtype, which every rank has: each takes its own cells.
         """
-        return self._twin(data_of(self))
+        return self._twin(data_of(self), ("detach",))
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -318,13 +318,13 @@ class ShardTensor(Tensor):
                 setattr(out, name, getattr(self, name))
         return out
 
-    def _twin(self, local: Tensor) -> ShardTensor:
+    def _twin(self, local: Tensor, view: tuple[Any, ...] = ()) -> ShardTensor:
         """Return another tensor of the same cells; a Partial is for reading: writing sums it, here alone."""
         out = wrap(local, self.sharding, self.mesh)
         if self._gathered_view or self.sharding.partial_dims:
             out._gathered_view = True
-        if self._trail is not None:
-            out._trail = self._trail
+            out._origin = (self, view) if self._gathered_view else None
+        out._trail = self._trail
         return out
 
     def __reduce_ex__(self, protocol: Any) -> Any:

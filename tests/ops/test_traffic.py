@@ -67,6 +67,8 @@ PICKED = between(
 # from each rank to every other, all but its own part
 FLATTENED = {"reshape": (P * (P - 1), 8 * ROW * (P - 1))}
 
+TWICE = (P * (P - 1), 16 * ROW * (P - 1))  # of twice as many
+
 
 def lookup(x):
     """Rows of a table that every rank has."""
@@ -96,6 +98,13 @@ def at_mask(x):
     y = x.permute(2, 0, 1, 3) * 1
     mask = y.detach() > 0.2
     y[mask] = y[mask] * 2
+    return y
+
+
+def written_through(x):
+    """Rows whose cells are merged with others, written into."""
+    y = x.mT.repeat(1, 1, 2, 1)
+    y.view(2, 4, -1).mul_(2)
     return y
 
 
@@ -198,6 +207,12 @@ FAMILIES = {
     "shape/pixel_shuffle": (lambda x: F.pixel_shuffle(x, 2), NOTHING, NOTHING),
     "shape/reshape": (lambda x: x.mT.flatten(2), FLATTENED, FLATTENED),
     "shape/reshape, in order": (lambda x: x.flatten(2), NOTHING, NOTHING),
+    # taken, taken again to be written into, and the way back
+    "shape/reshape, written through": (
+        written_through,
+        {"reshape": tuple(2 * n for n in TWICE), "redistribute": TWICE},
+        {"reshape": TWICE, "redistribute": TWICE},
+    ),
     "index/scatter": (written, NOTHING, NOTHING),
     "window/fractional_pool": (
         lambda x: F.fractional_max_pool2d(x, 2, output_size=(4, 3), _random_samples=SAMPLES),

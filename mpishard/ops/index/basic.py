@@ -21,25 +21,22 @@ from mpishard.autograd.redistribute import redistribute
 from mpishard.layout import Layout, Placement, Shard, bounds, layout_of, moved_borders, sizes_of
 from mpishard.ops.rule.dim import (
     CACHED,
-    AsIndex,
-    beside,
     int_list,
     integer,
     normal_dim,
-    prepare_write,
-    require_writable,
+    origin,
     settled,
     strict_int,
     unsharded,
     viewed,
     whole_along,
     without,
-    written_through,
 )
+from mpishard.ops.rule.write import beside, prepare_write, require_writable, written_through
 from mpishard.tensor.operand import fitted, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
-from mpishard.tensor.strides import index_of, trodden
+from mpishard.tensor.strides import trodden
 
 Key = tuple[Any, ...]
 _ALL = (None, None, None)
@@ -200,15 +197,12 @@ def indexed(x: ShardTensor, key: Key) -> ShardTensor:
     local = x.block[plan.local]
     if plan.drop:
         out = wrap(redistribute(local, x.mesh, plan.kept, plan.whole).squeeze(plan.drop), plan.out, x.mesh)
-        out._gathered_view, out._trail = True, trodden(x, "[]", key)
-    else:
-        if not local.numel():
-            with replayed_views():
-                local = x.block[plan.local]
-        out = viewed(x, local, plan.out, trodden(x, "[]", key), steps=True)
-    if out._gathered_view:
-        out._origin = x, AsIndex(index_of(key))
-    return out
+        out._gathered_view, out._trail, out._origin = True, trodden(x, "[]", key), origin(x, ("[]", key))
+        return out
+    if not local.numel():
+        with replayed_views():
+            local = x.block[plan.local]
+    return viewed(x, local, plan.out, trodden(x, "[]", key), steps=True)
 
 
 def write_at(self: ShardTensor, key: Key, value: Any) -> None:

@@ -14,16 +14,8 @@ from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of, sizes_o
 from mpishard.ops.index import added
 from mpishard.ops.index.advanced import require_long
 from mpishard.ops.rule.agreement import agreed, blank, in_range
-from mpishard.ops.rule.dim import (
-    CACHED,
-    into_plain,
-    normal_dim,
-    plain,
-    prepare_write,
-    require_complex_derivative,
-    require_writable,
-    whole_along,
-)
+from mpishard.ops.rule.dim import CACHED, normal_dim, plain, require_complex_derivative, whole_along
+from mpishard.ops.rule.write import into_plain, prepare_write, require_writable
 from mpishard.tensor.operand import mesh_of, moved, on_mesh
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap

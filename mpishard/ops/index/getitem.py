@@ -9,7 +9,8 @@ import torch
 from mpishard.ops.index.advanced import picked
 from mpishard.ops.index.basic import as_torch_takes, indexed, key_of, write_at
 from mpishard.ops.index.index_put import put
-from mpishard.ops.rule.dim import plain, written_through
+from mpishard.ops.rule.dim import plain
+from mpishard.ops.rule.write import written_through
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor
 

@@ -32,10 +32,11 @@ from mpishard.ops.index.advanced import (
 from mpishard.ops.index.basic import fitted_shape, indexed, plan_index, write_at
 from mpishard.ops.index.masked import put_where, require_extent
 from mpishard.ops.rule.agreement import agreed
-from mpishard.ops.rule.dim import into_plain, normal_dim, prepare_write, require_writable, viewed
+from mpishard.ops.rule.dim import normal_dim
+from mpishard.ops.rule.write import into_plain, prepare_write, require_writable
 from mpishard.tensor.operand import fitted, mesh_of, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import implements, spellings, tensors_in
-from mpishard.tensor.shard_tensor import ShardTensor
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
 def put(x: ShardTensor, index: Any, value: Any, accumulate: bool = False) -> None:
@@ -60,7 +61,7 @@ def put(x: ShardTensor, index: Any, value: Any, accumulate: bool = False) -> Non
         _put_at(y, per_dim, value, accumulate)
         write_at(x, basic, y)
     else:
-        _put_at(viewed(x, x.block[plan.local], plan.out, None), per_dim, value, accumulate)
+        _put_at(wrap(x.block[plan.local], plan.out, mesh), per_dim, value, accumulate)
 
 
 def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool) -> None:

@@ -16,17 +16,15 @@ from mpishard.ops.index.masked import write_where
 from mpishard.ops.rule.agreement import checked, in_range
 from mpishard.ops.rule.dim import (
     gathered,
-    into_plain,
     normal_dim,
     plain,
-    prepare_write,
     require_complex_derivative,
     require_dtype,
-    require_writable,
     resized,
     whole_along,
 )
 from mpishard.ops.rule.reduction import HALVES
+from mpishard.ops.rule.write import into_plain, prepare_write, require_writable
 from mpishard.tensor.operand import fitted, mesh_of, moved, replicated_layout, resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -99,6 +97,7 @@ def diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2:
 
 
 @implements(torch.Tensor.fill_diagonal_, sharded="local")
+@into_plain(torch.Tensor.fill_diagonal_)
 def fill_diagonal_(self: ShardTensor, fill_value: Any, wrap: bool = False) -> ShardTensor:
     """Fill the diagonal from the first cell, in place. Not collective."""
     require_writable(self, "fill_diagonal_")

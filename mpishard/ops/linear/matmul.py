@@ -16,7 +16,8 @@ from mpishard.layout import Labels
 from mpishard.ops.linear.einsum_kernel import summed_products
 from mpishard.ops.rule.autocast import autocast_enabled, no_autocast
 from mpishard.ops.rule.contraction import Label, multiply
-from mpishard.ops.rule.dim import int_list, into_plain, normal_dim, on_domain, put_into, whole_along
+from mpishard.ops.rule.dim import int_list, normal_dim, on_domain, whole_along
+from mpishard.ops.rule.write import into_plain, put_into
 from mpishard.tensor.forgotten import forgotten
 from mpishard.tensor.operand import broadcast_of, fitted, resolved
 from mpishard.tensor.out import call_into

@@ -12,9 +12,10 @@ from torch import Tensor
 from mpishard.autograd.linear import differentiated
 from mpishard.layout import layout_of
 from mpishard.ops.rule.autocast import autocast_enabled
-from mpishard.ops.rule.dim import gathered, ints, kept, normal_dim, put_into, require_dtype
+from mpishard.ops.rule.dim import gathered, ints, normal_dim, require_dtype
 from mpishard.ops.rule.empty_block import scanned
 from mpishard.ops.rule.whole import whole
+from mpishard.ops.rule.write import kept, put_into
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap

@@ -12,8 +12,8 @@ from torch import Tensor
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError
-from mpishard.ops.rule.dim import kept, put_into
 from mpishard.ops.rule.reduction import HALVES, combined, reduced
+from mpishard.ops.rule.write import kept, put_into
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor

@@ -14,18 +14,8 @@ from mpishard.autograd.use import used_again
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Replicate, Shard, layout_of, scaled, without_partial
 from mpishard.ops.rule.autocast import autocast_enabled
-from mpishard.ops.rule.dim import (
-    beside,
-    int_list,
-    ints,
-    other_device,
-    plain,
-    prepare_write,
-    require_writable,
-    settled,
-    shares_memory,
-    written_through,
-)
+from mpishard.ops.rule.dim import int_list, ints, origin, other_device, plain, settled
+from mpishard.ops.rule.write import beside, prepare_write, require_writable, shares_memory, written_through
 from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, replicated_layout, resolved, used_beside
 from mpishard.tensor.out import unfit
 from mpishard.tensor.registry import BLOCKWISE, RULES, implements, name_of, spellings
@@ -221,9 +211,8 @@ def _like_rule(func: Any) -> Callable[..., ShardTensor]:
     return rule
 
 
-def _alias_rule(func: Any, splits: bool = False) -> Callable[..., Any]:
-    plain, detaches = _rule(func), func in (torch.detach, torch.Tensor.detach)
-    splits = splits or func in (torch.real, torch.imag)
+def _alias_rule(func: Any, name: str) -> Callable[..., Any]:
+    plain, detaches, splits = _rule(func), name == "detach", name in ("real", "imag")
 
     def rule(x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
         if type(x) is not ShardTensor:
@@ -237,7 +226,7 @@ def _alias_rule(func: Any, splits: bool = False) -> Callable[..., Any]:
         elif x._trail is not None and shares_memory(out.block, x.block):
             out._trail = x._trail
         if x._gathered_view and (splits or shares_memory(out.block, x.block)):
-            out._gathered_view = True
+            out._gathered_view, out._origin = True, origin(x, (name,))
         if x._halo is not None and detaches:
             out._halo = x._halo
         return out
@@ -310,8 +299,9 @@ def _where_rule(func: Any) -> Callable[..., Any]:
 pointwise(*spellings(*_OUT_OF_PLACE, *_DUNDERS))
 for _func in spellings(*_LIKE):
     implements(_func, sharded="local")(_like_rule(_func))
-for _func in spellings(*_ALIASING):
-    implements(_func, sharded="local")(_alias_rule(_func))
+for _name in _ALIASING:
+    for _func in spellings(_name):
+        implements(_func, sharded="local")(_alias_rule(_func, _name))
 for _func in spellings("where"):
     implements(_func, sharded="local")(_where_rule(_func))
 pointwise(torch.polar)  # alone: torch.linalg.polar is another function
@@ -323,7 +313,7 @@ for _name in "relu relu6 elu selu celu leaky_relu hardtanh hardswish hardsigmoid
     implements(_func, sharded="local")(_inplace_flag_rule(_func, _rule(_func), _in_place_rule(_func)))
 for _attribute in ("real", "imag"):
     _get = getattr(torch.Tensor, _attribute).__get__
-    implements(_get, sharded="local")(_alias_rule(lambda x, _attribute=_attribute: getattr(x, _attribute), True))
+    implements(_get, sharded="local")(_alias_rule(lambda x, _attribute=_attribute: getattr(x, _attribute), _attribute))
 
 
 @implements(torch.Tensor.to, sharded="local")

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpishard.ops.pointwise.pointwise import in_place, pointwise
-from mpishard.ops.rule.dim import kept, require_dtype
+from mpishard.ops.rule.dim import require_dtype
+from mpishard.ops.rule.write import kept
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import RULES, implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import lru_cache
 from numbers import Integral, Number, Real
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mpishard.autograd.graph import unseen
-from mpishard.autograd.linear import Step, apply, pair, same
-from mpishard.comm.memory.buffer import bare
 from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.tensor.notice import notice_gather
@@ -24,7 +22,7 @@ from mpishard.tensor.shard_tensor import ShardTensor, rebind, wrap
 from mpishard.tensor.strides import Trail, trail_of
 
 CACHED = 65536
-R = TypeVar("R", bound=Callable[..., Any])
+View = tuple[Any, ...]
 
 
 def normal_dim(dim: int, ndim: int) -> int:
@@ -93,16 +91,24 @@ def base_in(x: ShardTensor, layout: Layout) -> ShardTensor:
         return x
     lost = [d for d in x.sharding.shard_dims if d not in layout.shard_dims]
     if all(trivially_sharded(x.sharding, d) for d in lost):
-        return viewed(x, x.block, layout, x._trail, steps=True)
+        return viewed(x, x.block, layout, x._trail, view=(), steps=True)
     if lost:
         notice_gather(x.mesh, x.sharding, layout, x.block.itemsize)
     out = moved(x, layout)
     if out.block is not x.block:
-        out._gathered_view, out._trail = True, trail_of(x)
+        out._gathered_view, out._trail, out._origin = True, trail_of(x), origin(x, ())
     return out
 
 
-def viewed(x: ShardTensor, local: Tensor, layout: Layout, trail: Trail | None, *, steps: bool = False) -> ShardTensor:
+def viewed(
+    x: ShardTensor,
+    local: Tensor,
+    layout: Layout,
+    trail: Trail | None,
+    *,
+    view: View | None = None,
+    steps: bool = False,
+) -> ShardTensor:
     """Return a view of ``x``: a view of its block in another layout. Not collective.
 
     Parameters
@@ -111,6 +117,9 @@ def viewed(x: ShardTensor, local: Tensor, layout: Layout, trail: Trail | None, *
         The tensor, the view of its block, and the layout of the result.
     trail
         That of the view (`mpishard.tensor.strides`); ``x._trail`` where it has the shape and the strides of ``x``.
+    view
+        The method of tensors, or ``"[]"`` for indexing, and its arguments, as a tuple; where not given, the last of
+        the trail. An empty one is the tensor itself in another layout, or a view that is not written through.
     steps
         Whether cells which are neighbours along a whole dim stay as far apart in memory, on all ranks.
     """
@@ -118,10 +127,20 @@ def viewed(x: ShardTensor, local: Tensor, layout: Layout, trail: Trail | None, *
     if steps and x._halo is not None:
         out._halo = x._halo
     if x._gathered_view:
-        out._gathered_view = True
+        if view is None:
+            view = () if trail is None or trail is x._trail else trail[-1]
+        out._gathered_view, out._origin = True, origin(x, view)
     if trail is not None:
         out._trail = trail
     return out
+
+
+def origin(x: ShardTensor, view: View) -> tuple[ShardTensor, View]:
+    """Return what a view of ``x`` was taken from, and how: not from what was itself only gathered for it.
+
+    Not collective.
+    """
+    return (x if x._origin is None or x._origin[1] else x._origin[0]), view
 
 
 def plain(x: Any) -> Any:
@@ -129,126 +148,6 @@ def plain(x: Any) -> Any:
     if isinstance(x, ShardTensor):
         return whole_along(resolved(x), tuple(range(x.ndim))).block
     return type(x)(map(plain, x)) if isinstance(x, (tuple, list)) else x
-
-
-def into_plain(func: Any) -> Callable[[R], R]:
-    """Decorate the rule of an in-place function.
-
-    A plain tensor is the same on every rank, so what is written into it, and what says where, are gathered.
-    Collective where they are sharded.
-    """
-
-    def decorate(rule: R) -> R:
-        @wraps(rule)
-        def either(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(self, ShardTensor):
-                return rule(self, *args, **kwargs)
-            return func(self, *map(plain, args), **{k: plain(a) for k, a in kwargs.items()})
-
-        return either  # type: ignore[return-value]
-
-    return decorate
-
-
-def require_writable(x: ShardTensor, name: str) -> None:
-    """Refuse to write into what is a view in torch and a copy here. Not collective.
-
-    Raises
-    ------
-    UnsupportedOperationError
-        It is one.
-    """
-    if x._gathered_view:
-        raise UnsupportedOperationError(
-            f"{name}: writing into a view whose cells came from other ranks would not reach them",
-            expected="a view of cells that stayed on their rank",
-            got="a view that selects from, drops or gathers a sharded dim",
-            fix="write through the tensor itself, x[index] = value, or into a copy, y = view.clone()",
-        )
-
-
-class AsIndex(NamedTuple):
-    """A gathered view that was taken at a basic index."""
-
-    index: Any
-
-    def taken(self, base: ShardTensor) -> Any:
-        """Return the view as it would be taken now. Collective as indexing is."""
-        return base[self.index]
-
-    def put(self, base: ShardTensor, value: ShardTensor) -> None:
-        """Write where the view was taken. Collective as the writing is."""
-        base[self.index] = value
-
-
-class AsShape(NamedTuple):
-    """A gathered view that has another shape."""
-
-    shape: tuple[int, ...]
-
-    def taken(self, base: ShardTensor) -> Any:
-        """Return the view as it would be taken now. Collective as `view` is."""
-        return base.view(self.shape)
-
-    def put(self, base: ShardTensor, value: ShardTensor) -> None:
-        """Write where the view was taken. Collective as `view` is."""
-        base.copy_(value.view(base.shape))
-
-
-class AsDiagonal(NamedTuple):
-    """A gathered view of a diagonal."""
-
-    offset: int
-    dim1: int
-    dim2: int
-
-    def taken(self, base: ShardTensor) -> Any:
-        """Return the view as it would be taken now. Collective: its plane is gathered."""
-        return base.diagonal(*self)
-
-    def put(self, base: ShardTensor, value: ShardTensor) -> None:
-        """Write where the view was taken. Collective: its plane is gathered."""
-        base.copy_(torch.diagonal_scatter(base, value, *self))
-
-
-def written_through(x: ShardTensor, write: Callable[[ShardTensor], Any]) -> bool:
-    """Write into a gathered view and, as torch does, into the tensor that it was taken from.
-
-    Collective where the writing is.
-
-    Returns
-    -------
-    bool
-        Whether that was possible. It is not for views of other kinds.
-    """
-    if x._origin is None:
-        return False
-    base, way = x._origin
-    y: Any = _fresh(x).clone()
-    write(y)
-    way.put(base, y)
-    block = y.block
-    if x.block.requires_grad and not torch.is_grad_enabled() and y.sharding == x.sharding:
-        # the graph goes on, as that of torch's own view does, as if nothing had been written
-        with torch.enable_grad():
-            block = apply(_replacing(block), x.block)
-    x.block, x.sharding, x._root, x._halo = block, y.sharding, None, None
-    return True
-
-
-def _replacing(values: Tensor) -> Step:
-    """Return the step whose result is ``values``, whatever it is given, and whose adjoint moves nothing."""
-    step = Step(lambda _: values)
-    step.adjoint = pair(same, same)
-    return step
-
-
-def _fresh(x: ShardTensor) -> ShardTensor:
-    """Return a gathered view as it would be taken now. Collective as indexing is."""
-    if x._origin is None:
-        return x
-    base, way = x._origin
-    return way.taken(_fresh(base))  # type: ignore[no-any-return]
 
 
 def settled(x: ShardTensor) -> ShardTensor:
@@ -264,68 +163,6 @@ def settled(x: ShardTensor) -> ShardTensor:
             total.block.retain_grad()
         rebind(x, total.block, total.sharding)
     return x
-
-
-def put_into(x: ShardTensor, result: Tensor) -> ShardTensor:
-    """Write a result into ``x``, as an in-place function does. Collective where they are laid out differently.
-
-    Raises
-    ------
-    RuntimeError
-        Torch would not write numbers of the result's dtype there.
-    """
-    if not torch.can_cast(result.dtype, x.dtype):
-        raise RuntimeError(f"result type {result.dtype} can't be cast to the desired output type {x.dtype}")
-    return x.copy_(result)  # type: ignore[return-value]
-
-
-def prepare_write(x: ShardTensor) -> None:
-    """Sum the Partial dims of ``x``, which is about to be written into. Collective over them.
-
-    Raises
-    ------
-    RuntimeError
-        It is a leaf, and autograd is on.
-    UnsupportedOperationError
-        It is memory of a host program that may not be written.
-    """
-    settled(x)
-    if x._halo is not None and not x._halo.writable:
-        raise UnsupportedOperationError(
-            f"field {x._halo.name!r} is read-only",
-            expected="a tensor that may be written",
-            got="a field made with writable=False",
-            fix="write into a copy, u.tensor.clone()",
-        )
-    if x._root is not None and x.is_leaf and torch.is_grad_enabled():
-        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-
-
-def beside(written: Tensor, x: Any) -> Any:
-    """Return an operand's block, or a copy where it lies in part of what is written into. Not collective.
-
-    Torch refuses that, on those ranks alone whose blocks lie so.
-    """
-    if x is written or not isinstance(x, Tensor) or not shares_memory(x, written):
-        return x
-    own, into = bare(x), bare(written)
-    # by offsets: a compiler's tensors have no address
-    starts = [t.storage_offset() * t.itemsize for t in (own, into)]
-    same = starts[0] == starts[1] and own.shape == into.shape and own.stride() == into.stride()
-    return x if same else x.clone()
-
-
-def shares_memory(x: Tensor, y: Tensor) -> bool:
-    """Tell whether two blocks lie in one storage, which is so without cells, too. Not collective."""
-    return bare(x).untyped_storage()._cdata == bare(y).untyped_storage()._cdata
-
-
-def kept(x: ShardTensor) -> ShardTensor:
-    """Return what a function reads whose result is written into ``x``: a copy where its derivative reads it again.
-
-    Not collective.
-    """
-    return x.clone() if torch.is_grad_enabled() and x.requires_grad else x  # type: ignore[return-value]
 
 
 def trivially_sharded(layout: Layout, dim: int) -> bool:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mpishard.comm.agreement import on_all
 from mpishard.errors import UnsupportedOperationError
-from mpishard.ops.rule.dim import int_list, integer, ints, require_writable, settled
+from mpishard.ops.rule.dim import int_list, integer, ints, settled
+from mpishard.ops.rule.write import require_writable
 from mpishard.ops.shape.view_copy import become
 from mpishard.tensor.operand import mesh_of, on_mesh
 from mpishard.tensor.registry import implements, outline, spellings

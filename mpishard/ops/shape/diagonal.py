@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mpishard.layout import Partial, Shard, layout_of
-from mpishard.ops.rule.dim import AsDiagonal, integer, mapped, normal_dim, settled, viewed, whole_along
+from mpishard.ops.rule.dim import integer, mapped, normal_dim, settled, viewed, whole_along
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -46,10 +46,7 @@ def diagonal(input: ShardTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) 
     local = x.block.diagonal(offset, a, b)
     rest = tuple(d for d in range(x.ndim) if d not in (a, b))
     shape = (*(x.sharding.shape[d] for d in rest), local.shape[-1])
-    out = viewed(x, local, mapped(x.sharding, (*rest, -1), shape), trodden(x, "diagonal", offset, a, b))
-    if out._gathered_view:
-        out._origin = input, AsDiagonal(offset, a, b)
-    return out
+    return viewed(x, local, mapped(x.sharding, (*rest, -1), shape), trodden(x, "diagonal", offset, a, b))
 
 
 @implements(torch.linalg.diagonal, sharded="gathers")

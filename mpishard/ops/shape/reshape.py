@@ -24,20 +24,20 @@ from mpishard.layout import (
 )
 from mpishard.ops.rule.dim import (
     CACHED,
-    AsShape,
     base_in,
     int_list,
     ints,
     local_shape,
     normal_dim,
+    origin,
     resized,
     settled,
-    shares_memory,
     trivially_sharded,
     unsharded,
     viewed,
     whole_along,
 )
+from mpishard.ops.rule.write import shares_memory
 from mpishard.ops.shape.reshape_exchange import DimGroup, cut_near, regrouped, spread
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, rebind, wrap
@@ -175,11 +175,15 @@ def _reshaped(self: ShardTensor, given: tuple[int, ...], *, copies: bool) -> Sha
     steps = [n for n in x.sharding.shape if n != 1] == [n for n in out.shape if n != 1]
     trail = trodden(x, "view", out.shape)
     is_view = steps or exists(trail)
+    # else a rank whose block does not tell how x lies takes for a copy what others take for a view
+    sure = not copies or is_known(x)
     if plan.moves:
         y = wrap(regrouped(x.block, x.mesh, plan.before, out, plan.groups), out, x.mesh)
         if is_view:
             y._trail = trail
-        y._gathered_view = is_view or not copies or not is_known(x)
+        y._gathered_view = is_view or not sure or not copies
+        if sure and y._gathered_view:
+            y._origin = origin(x, ("view", out.shape))
         return y
     shape = local_shape(out, x.mesh.coords)
     if is_view and (steps or x._halo is None):
@@ -196,7 +200,7 @@ def _reshaped(self: ShardTensor, given: tuple[int, ...], *, copies: bool) -> Sha
     # what lies in a larger array of the host's, of the user's or of another tensor stays there, on all ranks
     y = wrap(local.clone() if shares_memory(local, x.block) else local, out, x.mesh)
     if is_view or not copies:
-        y._gathered_view, y._origin = True, (x, AsShape(out.shape))
+        y._gathered_view, y._origin = True, origin(x, ("view", out.shape))
     elif x._gathered_view and not is_known(x):
         y._gathered_view = True  # as on ranks that take it for a view
     return y
@@ -229,7 +233,7 @@ def _view_dtype(self: ShardTensor, dtype: torch.dtype) -> ShardTensor:
     if sizes is not None and any(n * old % new for n in sizes):
         x, sizes = whole_along(x, (last,)), None
     if not x.ndim:
-        return viewed(x, x.block.view(dtype), x.sharding, x._trail)
+        return viewed(x, x.block.view(dtype), x.sharding, x._trail, view=("view", dtype))
     layout = x.sharding
     if old != new:
         if x._halo is None and x._trail is None:
@@ -243,7 +247,8 @@ def _view_dtype(self: ShardTensor, dtype: torch.dtype) -> ShardTensor:
         local = x.block.view(dtype)
     else:  # torch finds fault with the strides of no cells
         local = x.block.new_empty(layout.local_shape(x.mesh.coords), dtype=dtype)
-    return viewed(x, local, layout, x._trail if old == new else None)  # what is read in other pieces is dense
+    # what is read in other pieces is dense
+    return viewed(x, local, layout, x._trail if old == new else None, view=("view", dtype))
 
 
 @implements(torch.flatten, torch.Tensor.flatten, sharded="moves")

@@ -54,7 +54,7 @@ def roll(input: ShardTensor, shifts: Any, dims: Any = None) -> ShardTensor:
         if len(shifts) != 1:
             raise RuntimeError(f"shifts and dimensions must align. shifts: {len(shifts)}, dims:0")
         out = roll(input.reshape(-1), shifts, 0).reshape(input.shape)
-        out._gathered_view = False  # of nothing but itself
+        out._gathered_view, out._origin = False, None  # of nothing but itself
         return out  # type: ignore[no-any-return]
     dims = ints((dims,))
     if len(shifts) != len(dims):

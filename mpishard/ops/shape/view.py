@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -106,15 +107,15 @@ def _matrix_transposed(self: ShardTensor) -> ShardTensor:
 def _adjoint(self: ShardTensor) -> ShardTensor:
     if self.ndim == 0:  # deprecated, by torch's own word
         on_domain(torch.adjoint, self)
-        return viewed(self, self.block.conj(), self.sharding, self._trail)
+        return viewed(self, self.block.conj(), self.sharding, self._trail, view=("conj",))
     swapped = _matrix_transposed(self)
-    return viewed(swapped, swapped.block.conj(), swapped.sharding, swapped._trail)
+    return viewed(swapped, swapped.block.conj(), swapped.sharding, swapped._trail, view=("conj",))
 
 
 def _matrix_adjoint(self: ShardTensor) -> ShardTensor:
     if self.ndim not in (0, 2):
         raise RuntimeError(f"tensor.H is only supported on matrices (2-D tensors). Got {self.ndim}-D tensor.")
-    return _adjoint(self) if self.ndim else viewed(self, self.block.conj(), self.sharding, self._trail)
+    return _adjoint(self)
 
 
 # torch.compile of torch 2.15 calls the functions behind the attributes
@@ -197,7 +198,9 @@ def expand(self: ShardTensor, *sizes: Any, size: Any = None, implicit: bool = Fa
     x = settled(self) if self.sharding.partial_dims else self
     whole, out = _expanded(x.sharding, ints(sizes) if size is None else int_list(size))
     x = whole_along(x, whole)
-    return viewed(x, x.block.expand(local_shape(out, x.mesh.coords)), out, trodden(x, "expand", out.shape))
+    local, trail = x.block.expand(local_shape(out, x.mesh.coords)), trodden(x, "expand", out.shape)
+    same = math.prod(out.shape) == math.prod(x.sharding.shape)
+    return viewed(x, local, out, trail, view=("view", out.shape) if same else None)
 
 
 @implements(torch.broadcast_to, torch.Tensor.broadcast_to, sharded="local")
@@ -259,7 +262,9 @@ def view_as_real(input: ShardTensor) -> ShardTensor:
         # torch takes a cotangent without cells as it is, whose strides may be 0, and refuses it on this rank alone
         local.register_hook(lambda g: None if g is None else g.reshape(0).view(g.shape))
     shape, strides = (*x.sharding.shape, 2), (*(2 * s for s in strides_of(x)), 1)
-    return viewed(x, local, mapped(x.sharding, (*range(x.ndim), -1), shape), laid(x, shape, strides))
+    return viewed(
+        x, local, mapped(x.sharding, (*range(x.ndim), -1), shape), laid(x, shape, strides), view=("view_as_real",)
+    )
 
 
 @implements(torch.view_as_complex, sharded="local")
@@ -272,10 +277,12 @@ def view_as_complex(input: ShardTensor) -> ShardTensor:
     with unseen():  # torch's own error of strides, on all ranks
         torch.view_as_complex(torch.empty_strided(x.shape, strides_alike(x), dtype=torch.float32, device="meta"))
     out = without(x.sharding, (last,))
-    trail = laid(x, out.shape, tuple(s // 2 for s in strides_of(x)[:last]))
+    trail, view = laid(x, out.shape, tuple(s // 2 for s in strides_of(x)[:last])), ("view_as_complex",)
     try:
-        return viewed(x, torch.view_as_complex(x.block), out, trail)
+        return viewed(x, torch.view_as_complex(x.block), out, trail, view=view)
     except RuntimeError:  # of a block that begins at an odd number
-        y = viewed(x, torch.view_as_complex(x.block.clone(memory_format=torch.contiguous_format)), out, trail)
+        y = viewed(
+            x, torch.view_as_complex(x.block.clone(memory_format=torch.contiguous_format)), out, trail, view=view
+        )
         y._gathered_view = True
         return y

@@ -57,6 +57,15 @@ def become(x: ShardTensor, other: ShardTensor) -> ShardTensor:
     return x
 
 
+def _as_it_is(x: ShardTensor) -> ShardTensor:
+    """Return what a view is taken from that ``x`` becomes: a gathered view knows that tensor. Not collective."""
+    if not x._gathered_view:
+        return x
+    twin = x._twin(x.block)
+    twin._origin = x._origin
+    return twin
+
+
 @implements(torch.Tensor.squeeze_, sharded="local")
 def squeeze_(self: ShardTensor, dim: Any = None) -> ShardTensor:
     """Drop dims of one cell, in place. Not collective, unless such a dim is sharded: then its owner broadcasts.
@@ -65,7 +74,7 @@ def squeeze_(self: ShardTensor, dim: Any = None) -> ShardTensor:
     """
     if self.requires_grad and self.is_leaf:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-    x = settled(self)
+    x = _as_it_is(settled(self))
     dims = squeezed_dims(x.sharding, None if dim is None else ints((dim,)))
     with torch.enable_grad():  # as below
         if not any(d in x.sharding.shard_dims and not trivially_sharded(x.sharding, d) for d in dims):
@@ -84,7 +93,7 @@ def _in_place(name: str) -> Callable[..., Any]:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
         # under no_grad too what changes its shape keeps its graph
         with torch.enable_grad():
-            return become(self, view(self, *args, **kwargs))
+            return become(self, view(_as_it_is(self), *args, **kwargs))
 
     return rule
 

@@ -12,7 +12,7 @@ from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.layout import Layout, Shard, bounds, layout_of, scaled, sizes_of
 from mpishard.layout.stencil import Sliding, per_dim, windows
-from mpishard.ops.rule.dim import frozen, normal_dim, on_domain, viewed
+from mpishard.ops.rule.dim import frozen, normal_dim, on_domain, origin, viewed
 from mpishard.ops.window.planes import cropped
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.registry import implements
@@ -67,7 +67,8 @@ def unfold_dim(self: ShardTensor, dimension: int, size: int, step: int) -> Shard
     """Return windows of ``size`` cells along a dim as a new last dim. Neighborwise collective.
 
     A window lies with the rank that has its middle cell. Along a dim that is cut, cells of other ranks are part
-    of it: the result is then a copy, and refuses to be written into.
+    of it: the result is then a copy; what is written into it reaches the tensor where no two windows share a cell, and
+    is refused elsewhere.
     """
     x = resolved(self)
     if not x.ndim:
@@ -79,9 +80,12 @@ def unfold_dim(self: ShardTensor, dimension: int, size: int, step: int) -> Shard
     key = ("Tensor.unfold", x.sharding, x.dtype, dim, size, step)
     plan = x.mesh.plans.get(key) or x.mesh.plan(key, lambda: _plan_dim(x, dim, size, step))
     if plan.window is None:
-        return viewed(x, x.block.unfold(dim, size, step), plan.out, trodden(x, "unfold", dim, size, step))
+        trail = trodden(x, "unfold", dim, size, step)
+        return viewed(x, x.block.unfold(dim, size, step), plan.out, trail, view=None if step >= size else ())
     out = wrap(cropped(apply(plan.window, x.block).unfold(dim, size, step), plan.crops), plan.out, x.mesh)
     out._gathered_view, out._trail = True, trodden(x, "unfold", dim, size, step)
+    if step >= size:
+        out._origin = origin(x, ("unfold", dim, size, step))
     return out
 
 

@@ -172,8 +172,9 @@ def test_merged_shards_stay_sharded():
     assert count.by_op["reshape"].calls == count.calls <= 2
     assert y.placements == z.placements == (ms.Shard(2),)
     assert y.to_local().numel() <= 6 * -(-16 // WORLD.size) * 17
-    with pytest.raises(ms.UnsupportedOperationError):
-        y.zero_()
+    y[1].zero_()
+    assert not gathered(x)[1].any()
+    assert gathered(x)[0].all()
 
 
 def test_errors_are_torchs():
@@ -320,19 +321,7 @@ def test_writes_through_an_old_view_change_only_what_is_written():
 def test_writes_that_would_be_lost_are_refused():
     mesh = mesh_of((WORLD.size,))
     x = shard(values(5, 4), mesh, (ms.Shard(1),))
-    for write in (
-        lambda: x[:, 0].view(1, 5).T.add_(1),
-        x.unbind(1)[0].zero_,
-        lambda: x[:, :1].squeeze(1).mul_(2),
-        lambda: x.select(1, 2).unsqueeze(0).copy_(torch.zeros(5)),
-        x[:, 0].detach().zero_,
-        x[:, 0].data.zero_,
-        copy.copy(x[:, 0]).zero_,
-        x.unbind(1)[0].double().zero_,
-        x.unbind(1)[0].uniform_,
-        lambda: torch.nn.functional.dropout(x.unbind(1)[0], inplace=True),
-        lambda: torch.nn.functional.rrelu(x.unbind(1)[0], training=True, inplace=True),
-    ):
+    for write in (copy.copy(x[:, 0]).zero_, x[:, :1].expand(5, 3)[:, 1].zero_, x.unfold(1, 2, 1).zero_):
         with pytest.raises(ms.UnsupportedOperationError, match="would not reach"):
             write()
     x[:, 0].clone().fill_(1)
@@ -350,6 +339,29 @@ def test_writes_that_would_be_lost_are_refused():
     assert full[:3, [0, 2]].eq(0).all()
     assert full[3].eq(0).all()
     assert full[:3, 1].ge(2).all()
+
+
+WRITES = [
+    lambda x: x[:, 0].view(1, 5).T.add_(1),
+    lambda x: x.unbind(1)[0].zero_(),
+    lambda x: x[:, :1].squeeze(1).mul_(2),
+    lambda x: x.select(1, 2).unsqueeze(0).copy_(torch.zeros(5)),
+    lambda x: x[:, 0].detach().zero_(),
+    lambda x: x[:, 0].data.zero_(),
+    lambda x: x.unbind(1)[0].double().zero_(),
+    lambda x: x.unbind(1)[0].uniform_(7, 7),
+    lambda x: torch.nn.functional.dropout(x.unbind(1)[0], 1.0, inplace=True),
+    lambda x: torch.nn.functional.rrelu(x.unbind(1)[0], 0.5, 0.5, training=True, inplace=True),
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_into_a_gathered_cell_is_in_the_tensor(write):
+    full = values(5, 4)
+    x = shard(full, mesh_of((WORLD.size,)), (ms.Shard(1),))
+    write(x)
+    write(full)
+    torch.testing.assert_close(gathered(x), full)
 
 
 def test_writes_through_aliases_reach_the_tensor():
