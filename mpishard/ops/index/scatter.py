@@ -83,17 +83,14 @@ def slice_scatter(input: Any, src: Any, dim: int = 0, start: Any = None, end: An
     return y
 
 
-@implements(torch.diagonal_scatter, torch.Tensor.diagonal_scatter, sharded="gathers")
+@implements(torch.diagonal_scatter, torch.Tensor.diagonal_scatter, sharded="moves")
 def diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ShardTensor:
-    """Write a diagonal in a copy. Collective where its plane is sharded: it is gathered, and cut again."""
+    """Write a diagonal in a copy. Collective where the source is laid out differently."""
     y = _own(input, src)
-    layout = y.sharding
-    whole = whole_along(y, tuple(normal_dim(d, y.ndim) for d in (dim1, dim2)))
-    out = _own(whole)
-    diagonal = torch.diagonal(out, offset, dim1, dim2)
+    diagonal = torch.diagonal(y, offset, dim1, dim2)
     _require_shape("diagonal_scatter", src, tuple(diagonal.shape))
     diagonal.copy_(src)
-    return moved(out, layout)
+    return y
 
 
 @implements(torch.Tensor.fill_diagonal_, sharded="local")

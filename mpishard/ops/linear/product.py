@@ -258,6 +258,3 @@ implements(*spellings("cartesian_prod"), sharded="gathers")(lambda *tensors: who
 implements(torch.combinations, sharded="gathers")(
     lambda input, r=2, with_replacement=False: whole(lambda t: torch.combinations(t, r, with_replacement), (input,))
 )
-implements(torch.diagflat, torch.Tensor.diagflat, sharded="gathers")(
-    lambda input, offset=0: whole(lambda t: torch.diagflat(t, offset), (input,))
-)

@@ -173,7 +173,7 @@ def _assign(x: ShardTensor, y: Any) -> None:
     if x.block.requires_grad and not torch.is_grad_enabled() and y.sharding == x.sharding:
         # the graph goes on, as that of torch's own view does, as if nothing had been written
         with torch.enable_grad():
-            block = apply(_replacing(block), x.block)
+            block = apply(_replacing(block.detach()), x.block)  # not into the graph: y itself, which others may hold
     x.block, x.sharding, x._root, x._halo = block, y.sharding, None, None
 
 
@@ -198,10 +198,6 @@ def _put_shape(base: ShardTensor, y: Tensor, to: Any = ()) -> None:
     _assign(base, y.view(base.dtype) if isinstance(to, torch.dtype) else y.reshape(tuple(base.shape)))
 
 
-def _put_diagonal(base: ShardTensor, y: Tensor, *plane: int) -> None:
-    _write(base, lambda x: x.copy_(torch.diagonal_scatter(x, y, *plane)))
-
-
 def _put_windows(base: ShardTensor, y: Tensor, dim: int, size: int, step: int) -> None:
     at = torch.arange(base.shape[dim], device=base.device).unfold(0, size, step).reshape(-1)
     _write(base, lambda x: x.index_copy_(dim, at, y.movedim(-1, dim + 1).flatten(dim, dim + 1)))
@@ -217,7 +213,7 @@ _PUT: dict[str, Callable[..., None]] = {
     "[]": lambda base, y, key: base.__setitem__(index_of(key), y),
     "conj": lambda base, y: _assign(base, y.conj()),
     "detach": _put_detached,
-    "diagonal": _put_diagonal,
+    "diagonal": lambda base, y, *plane: _write(base, lambda x: x.diagonal(*plane).copy_(y)),
     "imag": lambda base, y: _write(base, lambda x: x.imag.copy_(y)),
     "permute": _put_permuted,
     "real": lambda base, y: _write(base, lambda x: x.real.copy_(y)),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from mpishard.layout import Partial, Shard, layout_of
-from mpishard.ops.rule.dim import integer, mapped, normal_dim, settled, viewed, whole_along
+from mpishard.autograd.graph import replayed_views
+from mpishard.layout import Layout, Partial, Placement, Shard, bounds, layout_of, sizes_of
+from mpishard.ops.rule.dim import CACHED, integer, normal_dim, on_domain, settled, viewed
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -38,43 +41,92 @@ for _name in ("tril", "triu"):
     implements(getattr(torch.Tensor, f"{_name}_"), sharded="local")(_triangle_in_place(_name))
 
 
-@implements(torch.diagonal, torch.Tensor.diagonal, sharded="gathers")
+@lru_cache(maxsize=CACHED)
+def _diagonal(layout: Layout, offset: int, a: int, b: int) -> Layout:
+    """Return the layout of a diagonal: each of its cells lies where its row and its column meet."""
+    row, column = max(0, -offset), max(0, offset)
+    n = max(0, min(layout.shape[a] - row, layout.shape[b] - column))
+    mesh_dims = sorted(m for d in (a, b) for m in layout.shard_dims.get(d, ()))
+    sizes, coords = [], [0] * len(layout.mesh_shape)
+    # along the diagonal neither the row nor the column goes back, so its blocks follow each other as the ranks do
+    for here in itertools.product(*(range(layout.mesh_shape[m]) for m in mesh_dims)):
+        for m, k in zip(mesh_dims, here):
+            coords[m] = k
+        (top, bottom), (left, right) = layout.interval(a, coords), layout.interval(b, coords)
+        sizes.append(max(0, min(bottom - row, right - column, n) - max(top - row, left - column, 0)))
+    rest = [d for d in range(layout.ndim) if d not in (a, b)]
+    last = len(rest)
+    placements: list[Placement] = [
+        Shard(rest.index(p.dim) if p.dim in rest else last) if type(p) is Shard else p for p in layout.placements
+    ]
+    cut = [*(layout.sizes[d] for d in rest), tuple(sizes) if mesh_dims else None]
+    return layout_of(layout.mesh_shape, placements, [*(layout.shape[d] for d in rest), n], cut)
+
+
+@implements(torch.diagonal, torch.Tensor.diagonal, sharded="local")
 def diagonal(input: ShardTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ShardTensor:
-    """Return a diagonal of a plane as a last dim. Collective where one of its dims is sharded: it is gathered."""
+    """Return a diagonal of a plane as a last dim: of a sharded one its cells stay where they are. Not collective."""
     a, b = normal_dim(dim1, input.ndim), normal_dim(dim2, input.ndim)
-    x = whole_along(settled(input), (a, b))
-    local = x.block.diagonal(offset, a, b)
-    rest = tuple(d for d in range(x.ndim) if d not in (a, b))
-    shape = (*(x.sharding.shape[d] for d in rest), local.shape[-1])
-    return viewed(x, local, mapped(x.sharding, (*rest, -1), shape), trodden(x, "diagonal", offset, a, b))
+    x = settled(input)
+    (row, _), (column, _) = (x.sharding.interval(d, x.mesh.coords) for d in (a, b))
+
+    def taken() -> torch.Tensor:
+        return x.block.diagonal(integer(offset) + row - column, a, b)
+
+    local = taken()
+    if not local.numel():
+        with replayed_views():
+            local = taken()
+    return viewed(x, local, _diagonal(x.sharding, offset, a, b), trodden(x, "diagonal", offset, a, b))
 
 
-@implements(torch.linalg.diagonal, sharded="gathers")
+@implements(torch.linalg.diagonal, sharded="local")
 def linalg_diagonal(A: ShardTensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> ShardTensor:
-    """Return a diagonal of a plane as a last dim. Collective where one of its dims is sharded: it is gathered."""
+    """Return a diagonal of a plane as a last dim: of a sharded one its cells stay where they are. Not collective."""
     return diagonal(A, offset, dim1, dim2)
 
 
-@implements(torch.diag_embed, torch.Tensor.diag_embed, sharded="gathers")
+@lru_cache(maxsize=CACHED)
+def _embedded(layout: Layout, offset: int, a: int, b: int) -> Layout:
+    """Return the layout of a plane with a diagonal: each of its cells stays where it is, and its row with it."""
+    rest = iter(range(layout.ndim - 1))
+    sources = tuple(layout.ndim - 1 if d == a else -1 if d == b else next(rest) for d in range(layout.ndim + 1))
+    n = layout.shape[-1] + abs(offset)
+    shape = tuple(n if d in (a, b) else layout.shape[s] for d, s in enumerate(sources))
+    sizes = [layout.sizes[s] if s >= 0 else None for s in sources]
+    if (own := sizes[a]) is not None:
+        # rows without a cell are those of the first rank, or of the last
+        above = max(0, -offset)
+        sizes[a] = sizes_of((0, *(above + k for k in bounds(own)[1:-1]), n))
+    placements: list[Placement] = [Shard(sources.index(p.dim)) if type(p) is Shard else p for p in layout.placements]
+    return layout_of(layout.mesh_shape, placements, shape, sizes)
+
+
+@implements(torch.diag_embed, torch.Tensor.diag_embed, sharded="local")
 def diag_embed(input: ShardTensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> ShardTensor:
-    """Put the last dim on the diagonal of a new plane. Collective where it is sharded: it is gathered."""
-    x = whole_along(settled(input), (input.ndim - 1,))
+    """Put the last dim on the diagonal of a new plane. Not collective: where it is sharded, rows of the plane are."""
+    x = settled(input)
+    on_domain(torch.diag_embed, x, offset, dim1, dim2)
     a, b = normal_dim(dim1, x.ndim + 1), normal_dim(dim2, x.ndim + 1)
-    local = torch.diag_embed(x.block, offset, a, b)
-    rest = iter(range(x.ndim - 1))
-    sources = tuple(-1 if d in (a, b) else next(rest) for d in range(x.ndim + 1))
-    n = local.shape[a]
-    shape = tuple(n if s < 0 else x.sharding.shape[s] for s in sources)
-    return wrap(local, mapped(x.sharding, sources, shape), x.mesh)
+    out = _embedded(x.sharding, offset, a, b)
+    row, _ = out.interval(a, x.mesh.coords)
+    plane = x.block.new_zeros(out.local_shape(x.mesh.coords))
+    return wrap(torch.diagonal_scatter(plane, x.block, offset + row, a, b), out, x.mesh)
 
 
-@implements(torch.diag, torch.Tensor.diag, sharded="gathers")
+@implements(torch.diag, torch.Tensor.diag, sharded="local")
 def diag(input: ShardTensor, diagonal_: int = 0, *, diagonal: int | None = None) -> ShardTensor:
-    """Copy the diagonal of a matrix, or return the matrix of one. Collective where it gathers sharded dims."""
+    """Copy the diagonal of a matrix, or return the matrix of one. Not collective."""
     if input.ndim not in (1, 2):
         raise RuntimeError(f"diag(): Supports 1D or 2D tensors. Got {input.ndim}D")
     offset = diagonal_ if diagonal is None else diagonal
     return diag_embed(input, offset) if input.ndim == 1 else torch.diagonal(input, offset).clone()  # type: ignore[return-value]
+
+
+@implements(torch.diagflat, torch.Tensor.diagflat, sharded="moves")
+def diagflat(input: ShardTensor, offset: int = 0) -> ShardTensor:
+    """Put all cells on the diagonal of a matrix. Collective where flattening is."""
+    return torch.diag_embed(input.reshape(-1), offset)  # type: ignore[return-value]
 
 
 @implements(torch.trace, torch.Tensor.trace, sharded="reduction")

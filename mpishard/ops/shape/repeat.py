@@ -97,6 +97,8 @@ def meshgrid(*tensors: Any, indexing: str | None = None) -> tuple[ShardTensor, .
     mesh = mesh_of(tensors)
     vectors = [on_mesh(t, mesh) for t in tensors]
     vectors = [v if v.ndim else v.reshape(1) for v in vectors]
+    if len(vectors) == 1:
+        return (vectors[0].view(-1),)  # type: ignore[return-value]
     order = list(range(len(vectors)))
     if indexing == "xy" and len(vectors) > 1:
         order[:2] = [1, 0]  # the first two dims of the grid are swapped

@@ -290,25 +290,6 @@ def test_a_merged_dim_is_written_through(name):
             WRITES[name](leaf)
 
 
-def test_a_diagonal_is_written_through():
-    """As Gaussian processes add their noise."""
-    full = torch.arange(1.0, 49.0, dtype=torch.float64).reshape(3, 4, 4)
-
-    def write(x):
-        y = x * 1
-        y.diagonal(dim1=-2, dim2=-1).add_(0.5)
-        y.diagonal(1, 1, 2).mul_(torch.arange(3.0))
-        y.diagonal(-1)[1] = 7.0
-        y[:, 3].diagonal().zero_()
-        return y
-
-    for mesh, placements, sizes in layouts(full.shape, (0, 1, 2)):
-        compare(write, [(full, mesh, placements, sizes)])
-    leaf = rows(full[0], requires_grad=True)
-    with pytest.raises(RuntimeError, match="leaf Variable"):
-        leaf.diagonal().add_(1)
-
-
 @pytest.mark.ranks(2, 3, 4)
 def test_nothing_is_written_into_a_grid():
     for grid in torch.meshgrid(rows(torch.arange(2.0 * P - 1)), torch.arange(3.0), indexing="ij"):

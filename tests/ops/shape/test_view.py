@@ -220,6 +220,7 @@ def test_views_do_not_communicate_and_share_memory():
             x.movedim(0, 2),
             x.detach(),
             x.diagonal(0, 0, 2),
+            x.diagonal(0, 1, 2),
             *x.unbind(0),
             *x.split(2, 2),
             *x.chunk(2, 0),
@@ -480,20 +481,6 @@ def test_repeats_and_other_orders(name):
 
 def test_roll_of_the_flattened_tensor():
     check(lambda x: x.roll(5), SHAPE, (0,), "roll")
-
-
-@pytest.mark.parametrize(
-    "f",
-    [
-        lambda x: x.diagonal(1, 1, 2),
-        lambda x: torch.diagonal(x, dim1=1, dim2=-1),
-        lambda x: torch.diag_embed(x, 1),
-        torch.linalg.diagonal,
-        lambda x: x[:, 1].diag_embed(0, 0, 1),
-    ],
-)
-def test_diagonals_of_whole_dims(f):
-    check(f, (5, 3, 4), (0,), "diagonal")
 
 
 @pytest.mark.ranks(2, 3, 4)
