@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 from weakref import WeakSet
 
@@ -23,6 +22,7 @@ from mpishard.comm import guard
 from mpishard.comm.lifetime import family_of
 from mpishard.comm.loaded import IS_OPEN_MPI
 from mpishard.errors import DesyncError, MpishardError, PeerError, ranges_of, ranks_text
+from mpishard.layout.remembered import remembered
 
 # MPI guarantees 32767. First the messages of plans; then those whose ends have a text in common, and no number.
 _FIRST, _HASHED, _LAST = 64, 20480, 32767
@@ -64,7 +64,7 @@ _labels: WeakSet[Label] = WeakSet()
 _texts: dict[int, str] = {}
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def hashed(op: str, *parts: object) -> int:
     """Return a tag of what both ends of a message know, where they agree on no number. Not collective."""
     text = f"{op} {parts}"

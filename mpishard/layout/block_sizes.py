@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
 from itertools import accumulate, chain, groupby, pairwise, repeat
 from operator import ne, sub
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
+
+from mpishard.layout.remembered import remembered
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -297,7 +298,7 @@ def bounds(sizes: Sequence[int]) -> tuple[int, ...]:
     return sizes.borders if type(sizes) is BlockSizes else _bounds(tuple(sizes))
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def _bounds(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return (0, *accumulate(sizes))
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from numbers import Integral
 from typing import Any, TypeVar
 
 from mpishard.errors import LayoutError
-from mpishard.layout.block_sizes import BlockSizes, as_block_sizes, bounds, key_of, total
+from mpishard.layout.block_sizes import FEW, BlockSizes, as_block_sizes, bounds, key_of, total
 from mpishard.layout.partition import balanced
 from mpishard.layout.placement import Frozen, Partial, Placement, Replicate, Shard, as_placements, set_once
+from mpishard.layout.remembered import hold, remembered
 
 Sizes = tuple["tuple[int, ...] | None", ...]
 V = TypeVar("V")
@@ -253,11 +253,12 @@ class Layout(Frozen):
         return layout_of(self.mesh_shape, new, self.shape, sizes)
 
 
-@lru_cache(maxsize=65536)
+@remembered
 def _intern(
     mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], shape: tuple[int, ...], keys: tuple[Any, ...]
 ) -> Layout:
     sizes = tuple(BlockSizes(key) if key and isinstance(key[0], tuple) else key for key in keys)
+    hold(sum(len(cut) for cut in sizes if type(cut) is tuple and len(cut) > FEW))
     return Layout(mesh_shape, placements, shape, sizes)
 
 

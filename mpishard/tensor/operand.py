@@ -18,6 +18,7 @@ from mpishard.autograd.use import use_beside, use_part
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import two_meshes
 from mpishard.layout import Layout, Replicate, align, aligned_to, layout_of, without_partial
+from mpishard.layout.remembered import KEPT, table
 from mpishard.tensor.notice import gathers, notice_gather
 from mpishard.tensor.refusal import refuse_dtensor
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -179,7 +180,7 @@ def fitted(x: Any, mesh: CartMesh, out: Layout) -> Any:
 
 
 _Fit = tuple[Layout, Layout, tuple[int, ...], bool]
-_fits: dict[tuple[Layout | torch.Size, Layout], _Fit] = {}
+_fits: dict[tuple[Layout | torch.Size, Layout], _Fit] = table()
 
 
 def _fit(held: Layout | torch.Size, out: Layout, mesh: CartMesh) -> _Fit:
@@ -190,13 +191,13 @@ def _fit(held: Layout | torch.Size, out: Layout, mesh: CartMesh) -> _Fit:
     source = held if isinstance(held, Layout) else replicated_layout(mesh, held)
     target, used = aligned_to(out, source)
     fit = source, target, used, gathers(source, target)
-    if len(_fits) > 65536:
+    if len(_fits) > KEPT:
         _fits.clear()
     _fits[held, out] = fit
     return fit
 
 
-_broadcasts: dict[tuple[Any, ...], Layout] = {}
+_broadcasts: dict[tuple[Any, ...], Layout] = table()
 
 
 def broadcast_of(operands: list[Any]) -> tuple[Any, Layout]:
@@ -205,13 +206,13 @@ def broadcast_of(operands: list[Any]) -> tuple[Any, Layout]:
     key = tuple(x.sharding if isinstance(x, ShardTensor) else x.shape for x in operands if isinstance(x, Tensor))
     layout = _broadcasts.get(key)
     if layout is None:
-        if len(_broadcasts) > 65536:
+        if len(_broadcasts) > KEPT:
             _broadcasts.clear()
         layout = _broadcasts[key] = broadcast_layout(operands)
     return mesh, layout
 
 
-_beside: dict[tuple[Layout, torch.Size], tuple[int, ...] | None] = {}
+_beside: dict[tuple[Layout, torch.Size], tuple[int, ...] | None] = table()
 
 
 def used_beside(x: Tensor, other: ShardTensor) -> Tensor | None:
@@ -228,7 +229,7 @@ def used_beside(x: Tensor, other: ShardTensor) -> Tensor | None:
     except KeyError:
         mesh, out = broadcast_of([other, x])
         source, target, used, _ = _fit(x.shape, layout, mesh) if out is layout else (None, layout, (), False)
-        if len(_beside) > 65536:
+        if len(_beside) > KEPT:
             _beside.clear()
         mesh_dims = _beside[key] = used if source is target else None
     if mesh_dims is None:

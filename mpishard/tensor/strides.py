@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -17,13 +16,13 @@ from torch import Tensor
 
 from mpishard.autograd.graph import unseen
 from mpishard.layout import Layout, runs_of
+from mpishard.layout.remembered import remembered
 from mpishard.tensor.shard_tensor import ShardTensor
 
 # layout of a root, shape and strides of this rank's block of it, and a tuple (name, arguments) for each view since
 Trail = tuple[Any, ...]
 Strides = tuple[int, ...]
 _LONG = 19  # of views in a loop, such as x.t_()
-_CACHED = 65536
 
 
 def trail_of(x: ShardTensor) -> Trail:
@@ -103,14 +102,14 @@ def _alike(x: ShardTensor) -> Trail:
     return layout, layout.shape, row_major(layout.shape), *views
 
 
-@lru_cache(maxsize=_CACHED)
+@remembered
 def _tells(layout: Layout) -> bool:
     return all(
         sizes is None or min(s for s, _ in runs_of(sizes)) >= min(n, 2) for n, sizes in zip(layout.shape, layout.sizes)
     )
 
 
-@lru_cache(maxsize=_CACHED)
+@remembered
 def exists(trail: Trail) -> bool:
     """Tell whether torch has the last view of a trail, one in another shape. Not collective."""
     try:
@@ -131,7 +130,7 @@ def row_major(shape: Sequence[int]) -> Strides:
     return tuple(reversed([*inner])) if shape else ()
 
 
-@lru_cache(maxsize=_CACHED)
+@remembered
 def _is_dense(trail: Trail, memory_format: torch.memory_format) -> bool:
     shape, strides = _followed(trail)
     with unseen():
@@ -139,7 +138,7 @@ def _is_dense(trail: Trail, memory_format: torch.memory_format) -> bool:
         return x.contiguous(memory_format=memory_format) is x
 
 
-@lru_cache(maxsize=_CACHED)
+@remembered
 def _followed(trail: Trail) -> tuple[tuple[int, ...], Strides]:
     """Return the shape and strides at the end of a trail."""
     if len(trail) == 3:

@@ -18,10 +18,10 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.comm.tag import Flight, hashed
 from mpishard.comm.transport import nccl
 from mpishard.comm.transport.choice import transport_of
+from mpishard.layout.remembered import remembered
 
 if TYPE_CHECKING:
     from mpishard.layout import Transfer
-
 
 # of a scatter, at the source: blocks that travel at once
 _ON_THE_WAY, _ON_THE_WAY_NBYTES = 64, 1 << 24
@@ -104,7 +104,7 @@ def run_transfer(
     return out
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def text_of(op: str, call: object) -> str:
     """Return what errors and the watchdog say; layouts take microseconds to write out. Not collective."""
     return f"{op} {call}"

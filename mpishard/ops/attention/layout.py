@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from mpishard.layout import (
     in_full,
     repeated,
 )
-from mpishard.ops.rule.dim import CACHED
+from mpishard.layout.remembered import remembered
 
 HEADS = 0  # batch dims are numbered from the last one, which holds the heads
 # labels that a mesh dim shards together. An operand that has both, a mask, is cut along its rows, its columns whole
@@ -64,7 +63,7 @@ def labels_of(ndims: Sequence[int], masks: int) -> tuple[Labels, ...]:
     return tuple((*range(n - 3, -1, -1), *end) for n, end in zip(ndims, ends))
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def plan_attention(
     layouts: tuple[Layout, ...],
     shape: tuple[int, ...],

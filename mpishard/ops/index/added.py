@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpishard.layout import Layout, Partial, Replicate, Shard, layout_of
+from mpishard.layout.remembered import remembered
 from mpishard.ops.rule.agreement import agreed, blank, in_range
-from mpishard.ops.rule.dim import CACHED
 from mpishard.ops.rule.reduction import HALVES
 from mpishard.tensor.operand import moved, on_mesh, resolved
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -25,7 +24,7 @@ class Addition(NamedTuple):
     sums: Layout
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def _plan(target: Layout, values: Layout, dim: int) -> Addition | None:
     over = [m for m, p in enumerate(values.placements) if type(p) is Shard and p.dim == dim]
     rest = [p if type(p) is Shard and p.dim != dim else Replicate() for p in target.placements]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +25,7 @@ from mpishard.comm.memory.buffer import outside
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError
 from mpishard.layout import Layout, Placement, Replicate, Shard, holders, layout_of, spans_of
+from mpishard.layout.remembered import remembered
 from mpishard.ops.index.added import put_sums
 from mpishard.ops.index.basic import indexed, one_ellipsis
 from mpishard.ops.index.masked import picked_where, require_extent
@@ -167,7 +167,7 @@ def result_of(layout: Layout, points: Points, index: Layout, dims: Sequence[int]
     return _result_of(layout, points.dims, points.at, index, tuple(dims))
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def _result_of(layout: Layout, picked_dims: tuple[int, ...], at: int, index: Layout, dims: tuple[int, ...]) -> Layout:
     rest = [d for d in range(layout.ndim) if d not in picked_dims]
     order = [*(("own", d) for d in rest[:at]), *(("index", d) for d in range(index.ndim)),

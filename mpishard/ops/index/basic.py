@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +18,8 @@ from torch import Tensor
 from mpishard.autograd.graph import replayed_views
 from mpishard.autograd.redistribute import redistribute
 from mpishard.layout import Layout, Placement, Shard, bounds, layout_of, moved_borders, sizes_of
+from mpishard.layout.remembered import remembered
 from mpishard.ops.rule.dim import (
-    CACHED,
     int_list,
     integer,
     normal_dim,
@@ -129,7 +128,7 @@ def one_ellipsis(after: Sequence[Any], skips: bool) -> Sequence[Any]:
     return [item for item in after if item is not Ellipsis]
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def plan_index(layout: Layout, key: Key, coords: tuple[int, ...]) -> Basic:
     """Plan a basic index of a tensor without Partial dims. Not collective."""
     used = sum(i is not None and i is not Ellipsis for i in key)

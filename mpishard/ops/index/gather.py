@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from mpishard.autograd.use import use
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of, sizes_of
+from mpishard.layout.remembered import remembered
 from mpishard.ops.index import added
 from mpishard.ops.index.advanced import require_long
 from mpishard.ops.rule.agreement import agreed, blank, in_range
-from mpishard.ops.rule.dim import CACHED, normal_dim, plain, require_complex_derivative, whole_along
+from mpishard.ops.rule.dim import normal_dim, plain, require_complex_derivative, whole_along
 from mpishard.ops.rule.write import into_plain, prepare_write, require_writable
 from mpishard.tensor.operand import mesh_of, moved, on_mesh
 from mpishard.tensor.registry import implements
@@ -29,7 +30,7 @@ class Beside(NamedTuple):
     used: tuple[int, ...]
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def _plan(source: Layout, index: Layout, dim: int) -> Beside:
     """Plan a gather along ``dim``, which is whole in ``source``.
 
@@ -58,7 +59,7 @@ def _plan(source: Layout, index: Layout, dim: int) -> Beside:
     )
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def _beside(layout: Layout, shape: tuple[int, ...], dim: int) -> Layout:
     """Return the layout of a tensor of ``shape`` whose cells lie where cells of the same index of ``layout`` do.
 

@@ -8,7 +8,6 @@ the same way back: each rank needs as many as its own part of the mask has true 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,14 +17,15 @@ from mpishard.autograd.compiled import by_values
 from mpishard.comm.collective.blocking import gather_counts
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Replicate, Shard, layout_of
+from mpishard.layout.remembered import remembered
 from mpishard.ops.index.basic import fitted_shape
-from mpishard.ops.rule.dim import CACHED, local_shape, mapped, require_dtype
+from mpishard.ops.rule.dim import local_shape, mapped, require_dtype
 from mpishard.tensor.operand import fitted, mesh_of, moved, on_mesh, resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def _in_rows(layout: Layout, lead: int, stop: int, mask: Layout | None = None) -> Layout:
     """Return a layout with dims ``[lead, stop)``, which a mask covers, in blocks of rows: cut along the first alone.
 

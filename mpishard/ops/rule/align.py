@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -11,7 +10,8 @@ from torch import Tensor
 from mpishard.autograd.use import use_part
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Alignment, Labels, Layout, align, extents_of
-from mpishard.ops.rule.dim import CACHED, whole_along
+from mpishard.layout.remembered import remembered
+from mpishard.ops.rule.dim import whole_along
 from mpishard.tensor.notice import notice_gather
 from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -31,7 +31,7 @@ class Met(NamedTuple):
         return wrap(local, self.plan.result(labels, shape), self.mesh)
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def plan_meeting(layouts: tuple[Layout, ...], labels: tuple[Labels, ...]) -> Alignment:
     """Plan the meeting of operands without Partial dims.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from mpishard.autograd.use import use_part
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError
 from mpishard.layout import Alignment, Labels, Layout, Partial, align, extents_of
-from mpishard.ops.rule.dim import CACHED
+from mpishard.layout.remembered import remembered
 from mpishard.ops.rule.sparse import require_sparse_gradient, sparse_block
 from mpishard.tensor.operand import blocks_of
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -28,7 +27,7 @@ from mpishard.tensor.shard_tensor import ShardTensor, wrap
 Label = int | str
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def plan_contraction(
     name: str, layouts: tuple[Layout, ...], labels: tuple[Labels, ...], out: Labels
 ) -> tuple[Alignment, Layout]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import lru_cache
 from numbers import Integral, Number, Real
 from typing import Any
 
@@ -15,13 +14,13 @@ from torch import Tensor
 from mpishard.autograd.graph import unseen
 from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Layout, Replicate, Shard, layout_of
+from mpishard.layout.remembered import remembered
 from mpishard.tensor.notice import notice_gather
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.refusal import without_data
 from mpishard.tensor.shard_tensor import ShardTensor, rebind, wrap
 from mpishard.tensor.strides import Trail, trail_of
 
-CACHED = 65536
 View = tuple[Any, ...]
 
 
@@ -38,7 +37,7 @@ def normal_dim(dim: int, ndim: int) -> int:
     )
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def mapped(layout: Layout, sources: tuple[int, ...], shape: tuple[int, ...] | None = None) -> Layout:
     """Return the layout of a result whose dim ``i`` is dim ``sources[i]`` of ``layout``. Not collective.
 
@@ -57,7 +56,7 @@ def mapped(layout: Layout, sources: tuple[int, ...], shape: tuple[int, ...] | No
     return layout_of(layout.mesh_shape, placements, extents, [layout.sizes[s] if s >= 0 else None for s in sources])
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def resized(layout: Layout, dim: int, extent: int, sizes: tuple[int, ...] | None = None) -> Layout:
     """Return ``layout`` with another extent of ``dim``; ``sizes`` where it is sharded. Not collective."""
     shape = (*layout.shape[:dim], extent, *layout.shape[dim + 1 :])
@@ -65,7 +64,7 @@ def resized(layout: Layout, dim: int, extent: int, sizes: tuple[int, ...] | None
     return layout_of(layout.mesh_shape, layout.placements, shape, cut)
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def unsharded(layout: Layout, dims: tuple[int, ...]) -> Layout:
     """Return ``layout`` with ``dims`` whole on every rank. Not collective."""
     placements = [Replicate() if type(p) is Shard and p.dim in dims else p for p in layout.placements]
@@ -74,7 +73,7 @@ def unsharded(layout: Layout, dims: tuple[int, ...]) -> Layout:
     )
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def local_shape(layout: Layout, coords: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of the block at ``coords``, cached. Not collective."""
     return layout.local_shape(coords)
@@ -228,7 +227,7 @@ def require_complex_derivative(function: Callable[[Tensor], Any], *operands: Any
             raise type(refusal)(*refusal.args)
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def _refusal(
     function: Callable[[Tensor], Any], dtype: torch.dtype, device: torch.device, graded: bool
 ) -> Exception | None:
@@ -287,7 +286,7 @@ def ints(given: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(map(operator.index, given))
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def without(layout: Layout, dims: tuple[int, ...]) -> Layout:
     """Return ``layout`` without some whole dims. Not collective."""
     return mapped(layout, tuple(d for d in range(layout.ndim) if d not in dims))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,8 @@ from mpishard.autograd.redistribute import start_sum_partial
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Placement, Replicate, Shard, layout_of, repeated
-from mpishard.ops.rule.dim import CACHED, ints, normal_dim
+from mpishard.layout.remembered import KEPT, remembered, table
+from mpishard.ops.rule.dim import ints, normal_dim
 from mpishard.tensor.shard_tensor import ShardTensor, wrap, wrap_pending
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -49,7 +49,7 @@ class Reduced(NamedTuple):
     kept: Layout
 
 
-_reduced: dict[tuple[Layout, Any, bool], Reduced] = {}
+_reduced: dict[tuple[Layout, Any, bool], Reduced] = table()
 
 
 def reduced(layout: Layout, dim: Any, keepdim: bool = False) -> Reduced:
@@ -59,7 +59,7 @@ def reduced(layout: Layout, dim: Any, keepdim: bool = False) -> Reduced:
     key = (layout, dim, keepdim)
     plan = _reduced.get(key)
     if plan is None:
-        if len(_reduced) > CACHED:
+        if len(_reduced) > KEPT:
             _reduced.clear()
         plan = _reduced[key] = _plan(layout, _dims(layout.ndim, dim), keepdim)
     return plan
@@ -74,7 +74,7 @@ def _dims(ndim: int, dim: Any) -> tuple[int, ...]:
     return tuple(sorted(dims)) if ndim else ()
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def _plan(layout: Layout, dims: tuple[int, ...], keepdim: bool) -> Reduced:
     over = tuple(
         m for m, p in enumerate(layout.placements) if type(p) is Shard and p.dim in dims and layout.mesh_shape[m] > 1

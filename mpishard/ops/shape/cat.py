@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 from mpishard.autograd.redistribute import redistribute
 from mpishard.errors import LayoutError
 from mpishard.layout import Alignment, Layout, align, bounds, layout_of, moved_borders, sizes_of
-from mpishard.ops.rule.dim import CACHED, normal_dim
+from mpishard.layout.remembered import remembered
+from mpishard.ops.rule.dim import normal_dim
 from mpishard.tensor.function import block_of
 from mpishard.tensor.operand import blocks_of
 from mpishard.tensor.registry import implements
@@ -43,7 +44,7 @@ def _met(name: str, operands: Sequence[Layout], dim: int | None) -> Alignment:
     return align(operands, [labels] * len(operands), extents)
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def plan_cat(operands: tuple[Layout, ...], dim: int) -> Join:
     """Plan the concatenation of tensors in any layouts. Not collective.
 
@@ -61,7 +62,7 @@ def plan_cat(operands: tuple[Layout, ...], dim: int) -> Join:
     return tuple(targets), out
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def plan_stack(operands: tuple[Layout, ...], dim: int) -> Join:
     """Plan the stacking of tensors in any layouts along a new dim. Not collective."""
     plan = _met("stack", operands, None)

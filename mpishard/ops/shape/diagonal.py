@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from mpishard.autograd.graph import replayed_views
 from mpishard.layout import Layout, Partial, Placement, Shard, bounds, layout_of, sizes_of
-from mpishard.ops.rule.dim import CACHED, integer, normal_dim, on_domain, settled, viewed
+from mpishard.layout.remembered import remembered
+from mpishard.ops.rule.dim import integer, normal_dim, on_domain, settled, viewed
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -41,7 +41,7 @@ for _name in ("tril", "triu"):
     implements(getattr(torch.Tensor, f"{_name}_"), sharded="local")(_triangle_in_place(_name))
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def _diagonal(layout: Layout, offset: int, a: int, b: int) -> Layout:
     """Return the layout of a diagonal: each of its cells lies where its row and its column meet."""
     row, column = max(0, -offset), max(0, offset)
@@ -86,7 +86,7 @@ def linalg_diagonal(A: ShardTensor, *, offset: int = 0, dim1: int = -2, dim2: in
     return diagonal(A, offset, dim1, dim2)
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def _embedded(layout: Layout, offset: int, a: int, b: int) -> Layout:
     """Return the layout of a plane with a diagonal: each of its cells stays where it is, and its row with it."""
     rest = iter(range(layout.ndim - 1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +21,8 @@ from mpishard.layout import (
     runs_of,
     scaled,
 )
+from mpishard.layout.remembered import remembered
 from mpishard.ops.rule.dim import (
-    CACHED,
     base_in,
     int_list,
     ints,
@@ -88,7 +87,7 @@ def _full(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
     return shape
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def plan_reshape(layout: Layout, given: tuple[int, ...]) -> Reshape:
     """Plan the reshape of a tensor without Partial dims. Not collective."""
     shape = _full(given, math.prod(layout.shape))

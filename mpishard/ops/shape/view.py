@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor
 
 from mpishard.autograd.graph import unseen
 from mpishard.layout import Layout
+from mpishard.layout.remembered import remembered
 from mpishard.ops.rule.dim import (
-    CACHED,
     int_list,
     ints,
     local_shape,
@@ -34,7 +33,7 @@ from mpishard.tensor.strides import laid, strides_alike, strides_of, trodden
 # -- order
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def _permuted(layout: Layout, dims: tuple[int, ...]) -> tuple[Layout, tuple[int, ...]]:
     order = tuple(normal_dim(d, layout.ndim) for d in dims)
     if sorted(order) != list(range(layout.ndim)):
@@ -50,7 +49,7 @@ def permute(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
     return viewed(x, x.block.permute(order), out, trodden(x, "permute", order), steps=True)
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def _swapped(layout: Layout, dim0: int, dim1: int) -> tuple[Layout, tuple[int, ...]]:
     order = list(range(layout.ndim))
     a, b = normal_dim(dim0, layout.ndim), normal_dim(dim1, layout.ndim)
@@ -81,7 +80,7 @@ def t(input: ShardTensor) -> ShardTensor:
     return transpose(input, 0, 1) if input.ndim == 2 else permute(input, tuple(range(input.ndim)))
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def _moved_order(ndim: int, source: tuple[int, ...], destination: tuple[int, ...]) -> tuple[int, ...]:
     src, dst = [normal_dim(d, ndim) for d in source], [normal_dim(d, ndim) for d in destination]
     if len(src) != len(dst) or len(set(src)) != len(src) or len(set(dst)) != len(dst):
@@ -131,7 +130,7 @@ implements(torch.adjoint, torch.Tensor.adjoint, sharded="local")(_adjoint)
 # -- dims of one cell
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def _unsqueezed(layout: Layout, dim: int) -> Layout:
     d = normal_dim(dim, layout.ndim + 1)
     return mapped(layout, (*range(d), -1, *range(d, layout.ndim)))
@@ -144,7 +143,7 @@ def unsqueeze(input: ShardTensor, dim: int) -> ShardTensor:
     return viewed(x, x.block.unsqueeze(dim), _unsqueezed(x.sharding, dim), trodden(x, "unsqueeze", dim), steps=True)
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def squeezed_dims(layout: Layout, dim: Any) -> tuple[int, ...]:
     """Return the dims of one cell among those that are asked for: None, one, or several. Not collective."""
     dims = range(layout.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
@@ -168,7 +167,7 @@ def squeeze(input: ShardTensor, dim: Any = None) -> ShardTensor:
 # -- broadcasting
 
 
-@lru_cache(maxsize=CACHED)
+@remembered
 def _expanded(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Layout]:
     """Return the dims to make whole first, and the layout of the result."""
     new = len(shape) - layout.ndim
