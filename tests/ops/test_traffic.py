@@ -219,7 +219,13 @@ FAMILIES = {
         each("all_gather", FIELD // P),
         NOTHING,
     ),
-    "index/gather": (lambda x: x.gather(2, INDEX), each("all_gather", FIELD // P), NOTHING),
+    # few cells, and as many as there are
+    "index/gather": (lambda x: x.gather(2, INDEX), each("all_reduce", INDEX.numel() * 8), NOTHING),
+    "index/gather, of all": (
+        lambda x: x.gather(2, torch.zeros(SHAPE, dtype=torch.long)),
+        each("all_gather", FIELD // P),
+        NOTHING,
+    ),
     "linear/linalg": (torch.linalg.pinv, each("all_gather", FIELD // P), NOTHING),
     "reduce/sort": (lambda x: x.sort(2)[0], each("all_gather", FIELD // P), each("all_gather", FIELD // P)),
     "reduce/sort, the largest": (lambda x: x.topk(3, 2)[0], each("all_gather", 6 * ROW, 2), NOTHING),

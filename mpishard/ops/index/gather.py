@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.use import use
-from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of, sizes_of
+from mpishard.layout import Layout, Partial, Placement, Replicate, Shard, bounds, largest, layout_of, sizes_of
 from mpishard.layout.remembered import remembered
 from mpishard.ops.index import added
 from mpishard.ops.index.advanced import require_long
-from mpishard.ops.rule.agreement import agreed, blank, in_range
-from mpishard.ops.rule.dim import normal_dim, plain, require_complex_derivative, whole_along
+from mpishard.ops.rule.agreement import agreed, blank, checked, in_range
+from mpishard.ops.rule.dim import normal_dim, plain, require_complex_derivative, unsharded, whole_along
+from mpishard.ops.rule.empty_block import filled
 from mpishard.ops.rule.write import into_plain, prepare_write, require_writable
 from mpishard.tensor.operand import mesh_of, moved, on_mesh
 from mpishard.tensor.registry import implements
@@ -89,8 +91,9 @@ def _block(x: Any, mesh: Any, layout: Layout) -> Tensor:
 def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> ShardTensor:
     """Pick cells along a dim, one per cell of the index.
 
-    Collective where tensor and index are laid out differently, and where the tensor is sharded along ``dim``, which
-    is then gathered. The result lies where the index does, cut as the tensor is.
+    Collective where tensor and index are laid out differently, and where the tensor is sharded along ``dim``: the
+    owners of few cells are asked, for many the dim is gathered. The result lies where the index does, cut as the
+    tensor is.
     """
     mesh = mesh_of((input, index))
     d = normal_dim(dim, input.ndim)
@@ -101,7 +104,11 @@ def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Sh
     if not input.ndim or not index.ndim:
         found: Any = gather(as_vector(input), d, as_vector(index))
         return found if index.ndim else found.reshape(())
-    x, where = whole_along(on_mesh(input, mesh), (d,)), on_mesh(index, mesh)
+    x, where = on_mesh(input, mesh), on_mesh(index, mesh)
+    asked = None if sparse_grad else _asked(x, where, d)
+    if asked is not None:
+        return asked
+    x = whole_along(x, (d,))
     plan = _plan(x.sharding, where.sharding, d)
     local, cells = use(moved(x, plan.source).block, mesh, plan.used), moved(where, plan.index).block
     y = agreed(
@@ -112,6 +119,77 @@ def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Sh
         check=_names_cells(local.shape, d),
     )
     return wrap(y, plan.index, mesh)
+
+
+class Asked(NamedTuple):
+    """How the owners of few cells are asked.
+
+    Attributes
+    ----------
+    source, index
+        Layouts of the tensor, still cut along the dim, and of the index, which all its owners have.
+    used
+        Mesh dims that cut the index alone.
+    parts, out
+        Layouts of what each owner has of the result, and of the result.
+    """
+
+    source: Layout
+    index: Layout
+    used: tuple[int, ...]
+    parts: Layout
+    out: Layout
+
+
+@remembered
+def _plan_asked(source: Layout, index: Layout, dim: int) -> Asked | None:
+    """Plan a gather along a dim that is cut; None where the index has more cells than a block of the tensor."""
+    over, cut = source.shard_dims.get(dim, ()), source.sizes[dim]
+    if cut is None or len(cut) == 1:
+        return None
+    whole = unsharded(source, (dim,))
+    told = unsharded(index, tuple(d for d, by in index.shard_dims.items() if set(by) & set(over)))
+    beside = _plan(whole, told, dim)
+
+    def with_owners(layout: Layout, held: Placement, sizes: Any) -> Layout:
+        placements = [held if m in over else p for m, p in enumerate(layout.placements)]
+        every = [*layout.sizes[:dim], sizes, *layout.sizes[dim + 1 :]]
+        return layout_of(layout.mesh_shape, placements, layout.shape, every)
+
+    own = with_owners(beside.source, Shard(dim), cut)
+    if _cells(beside.index) > _cells(own):
+        return None
+    parts = with_owners(beside.index, Partial(), beside.index.sizes[dim])
+    return Asked(own, beside.index, beside.used, parts, _plan(whole, index, dim).index)
+
+
+def _cells(layout: Layout) -> int:
+    """Return how many cells the largest block has."""
+    return math.prod(n if sizes is None else largest(sizes) for n, sizes in zip(layout.shape, layout.sizes))
+
+
+def _asked(x: ShardTensor, where: ShardTensor, dim: int) -> ShardTensor | None:
+    """Pick few cells along a dim that is cut: each owner has its own, and a sum makes them whole; else None.
+
+    Collective over the mesh dims that cut it.
+    """
+    plan, mesh = _plan_asked(x.sharding, where.sharding, dim), x.mesh
+    if plan is None:
+        return None
+    block = filled(use(moved(x, plan.source).block, mesh, plan.used))
+    lo, hi = plan.source.interval(dim, mesh.coords)
+    shape = list(block.shape)
+    shape[dim] = x.sharding.shape[dim]
+    cells = checked(_names_cells(shape, dim), mesh, (plan.source, plan.index), moved(where, plan.index).block)
+    found = torch.gather(block, dim, (cells - lo).clamp(0, max(hi - lo - 1, 0)))
+    # of what is added to any number, only -0.0 leaves the sign of a zero as it is
+    nothing = found.new_full(
+        (), complex(-0.0, -0.0) if found.is_complex() else -0.0 if found.is_floating_point() else 0
+    )
+    own = torch.where((cells >= lo) & (cells < hi), found, nothing)
+    if own.dtype == torch.bool:  # of these there is no sum
+        return wrap(moved(wrap(own.byte(), plan.parts, mesh), plan.out).block.bool(), plan.out, mesh)
+    return moved(wrap(own, plan.parts, mesh), plan.out)
 
 
 def _names_cells(shape: Sequence[int], dim: int) -> Callable[[Tensor], object]:
