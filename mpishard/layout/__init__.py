@@ -22,10 +22,10 @@ from mpishard.layout.block_sizes import (
 from mpishard.layout.cells import Spans, blocks_of, holders, spans_of
 from mpishard.layout.coupling import Share, is_idle, plan_sources, plan_targets
 from mpishard.layout.halo import plan_halo
-from mpishard.layout.layout import Layout, by_dim, layout_of, watch_empty_blocks, without_partial
+from mpishard.layout.layout import Layout, by_dim, layout_of, most_cells, watch_empty_blocks, without_partial
 from mpishard.layout.partition import balanced, owner, weighted
 from mpishard.layout.placement import Partial, Placement, Replicate, Shard, as_placements
-from mpishard.layout.route import Leg, Trip, plan_route
+from mpishard.layout.route import Leg, Trip, cut_elsewhere, plan_route
 from mpishard.layout.stage import Piece, Pieces, Run, Runs, Stage, check_mode, interval_runs, near, plan_stage
 from mpishard.layout.transfer import Box, Transfer, plan_fetch, plan_transfer
 
@@ -61,6 +61,7 @@ __all__ = [
     "bounds",
     "by_dim",
     "check_mode",
+    "cut_elsewhere",
     "extents_of",
     "first_sharded",
     "holders",
@@ -71,6 +72,7 @@ __all__ = [
     "key_of",
     "largest",
     "layout_of",
+    "most_cells",
     "moved_borders",
     "near",
     "owner",

@@ -5,13 +5,14 @@ Nothing here is collective.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeVar
 
 from mpishard.errors import LayoutError
-from mpishard.layout.block_sizes import FEW, BlockSizes, as_block_sizes, bounds, key_of, total
+from mpishard.layout.block_sizes import FEW, BlockSizes, as_block_sizes, bounds, key_of, largest, total
 from mpishard.layout.partition import balanced
 from mpishard.layout.placement import Frozen, Partial, Placement, Replicate, Shard, as_placements, set_once
 from mpishard.layout.remembered import hold, remembered
@@ -361,6 +362,11 @@ def by_dim(what: str, given: Mapping[int, V], ndim: int) -> dict[int, V]:
             fix="name every dim of the tensor at most once",
         )
     return out
+
+
+def most_cells(layout: Layout) -> int:
+    """Return how many cells a block has at most: as many as one would that is the largest along every dim."""
+    return math.prod(n if sizes is None else largest(sizes) for n, sizes in zip(layout.shape, layout.sizes))
 
 
 def without_partial(layout: Layout) -> Layout:

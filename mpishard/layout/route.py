@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from mpishard.layout.layout import Layout, layout_of
 from mpishard.layout.placement import Placement, Replicate, Shard
+from mpishard.layout.remembered import remembered
 
 # per mesh dim the tensor dim that it shards, or WHOLE
 Cut = tuple[int, ...]
@@ -153,6 +154,24 @@ def _ready(trip: Trip, done: frozenset[int], cut: Cut) -> tuple[int, ...]:
     if trip.last in whole and len(done) + len(whole) < len(trip.dims):
         whole.remove(trip.last)
     return tuple(whole)
+
+
+@remembered
+def cut_elsewhere(layout: Layout, dims: tuple[int, ...]) -> Layout:
+    """Return the layout in which ``dims`` are whole on every rank, all at once, and others are cut in their place.
+
+    Each mesh dim that shards one of them takes the dim that leaves the smallest blocks, of equals the longest; none,
+    where no other dim has more than one cell for a rank. ``layout`` has no Partial.
+    """
+    cut: Cut = tuple(p.dim if type(p) is Shard and p.dim not in dims else WHOLE for p in layout.placements)
+    others = sorted((d for d in range(layout.ndim) if d not in dims), key=lambda d: -layout.shape[d])
+    for m, p in enumerate(layout.placements):
+        if type(p) is Shard and p.dim in dims:
+            ways: list[Cut] = [(*cut[:m], d, *cut[m + 1 :]) for d in (WHOLE, *others)]
+            cut = min(ways, key=lambda way: _largest_block(layout.mesh_shape, way, layout.shape))
+    _largest_block.cache_clear()
+    _blocks.cache_clear()
+    return layout.with_placements([Replicate() if d == WHOLE else Shard(d) for d in cut])
 
 
 @cache

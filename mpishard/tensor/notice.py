@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import GatherWarning, MeshError, described
-from mpishard.layout import Layout, largest
+from mpishard.layout import Layout, most_cells
 from mpishard.tensor.registry import name_of
 
 VARIABLE = "MPISHARD_GATHER_WARN"
@@ -50,7 +50,7 @@ def notice_gather(mesh: CartMesh, source: Layout, target: Layout, itemsize: int)
     One rank warns for all: the first of the mesh; all of them where the user made errors of warnings. So layouts
     decide, which all ranks know, and not the block of this rank.
     """
-    cells = math.prod(n if sizes is None else largest(sizes) for n, sizes in zip(target.shape, target.sizes))
+    cells = most_cells(target)
     if cells * itemsize <= limit_nbytes() or not gathers(source, target):
         return
     op, path, line = _called()

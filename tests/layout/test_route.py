@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mpishard.layout import Replicate, Shard, Trip, layout_of, plan_route
+from mpishard.layout import Replicate, Shard, Trip, cut_elsewhere, layout_of, plan_route
 
 
 def route(mesh_shape, placements, shape, dims, after=None, sizes=None, **order):
@@ -81,3 +81,29 @@ def test_a_result_stays_where_it_is_cut_as_evenly():
         source = layout_of((4,), (Shard(2),), shape)
         *_, last = plan_route(Trip(source, source, dims, returns=False))
         assert last.after is source
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (5,), (3, 2), (1, 4), (2, 2, 3)])
+def test_dims_are_whole_at_once_and_others_cut(mesh_shape):
+    shape = (2, 7, 12, 9)
+    for placements in itertools.product([Replicate(), *map(Shard, range(4))], repeat=len(mesh_shape)):
+        source = layout_of(mesh_shape, placements, shape)
+        for dims in ((1,), (1, 3), (3, 0), (0, 1, 2, 3)):
+            there = cut_elsewhere(source, dims)
+            assert not set(dims) & {d for d, sizes in enumerate(there.sizes) if sizes and len(sizes) > 1}
+            # what shards none of them stays
+            stay = [m for m, p in enumerate(placements) if type(p) is not Shard or p.dim not in dims]
+            assert all(there.placements[m] == placements[m] for m in stay)
+            assert there.shape == shape
+
+
+def test_the_dim_that_leaves_the_smallest_blocks_is_cut():
+    def there(mesh_shape, placements, shape, dims):
+        return cut_elsewhere(layout_of(mesh_shape, placements, shape), dims).placements
+
+    assert there((4,), (Shard(0),), (100, 3, 8), (0,)) == (Shard(2),)
+    # two of them in turn
+    assert there((4, 4), (Shard(0), Shard(0)), (100, 4, 8), (0,)) == (Shard(1), Shard(2))
+    assert there((4,), (Shard(0),), (100, 1), (0,)) == (Replicate(),)
+    assert there((4,), (Shard(0),), (100, 8), (0, 1)) == (Replicate(),)
+    assert there((100,), (Shard(0),), (100, 2), (0,)) == (Shard(1),)

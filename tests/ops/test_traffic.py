@@ -43,6 +43,11 @@ def transposed(nbytes):
     return {"redistribute": (2 * P * (P - 1), nbytes * (P - 1) // P)}
 
 
+def turned(times):
+    """The field, once or more, as blocks that change to another sharded dim."""
+    return {"redistribute": (times * P * (P - 1), times * FIELD * (P - 1) // P)}
+
+
 KERNEL = values(4, 4, 3, 3)
 WEIGHT = values(4, 4, 3, 3).requires_grad_()
 TABLE = values(10, 3).requires_grad_()
@@ -107,6 +112,11 @@ def written_through(x):
     y.view(2, 4, -1).mul_(2)
     return y
 
+
+# ranks beyond the largest power of two give theirs to others, and get the result
+BEYOND = P - (1 << (P.bit_length() - 1))
+MEETINGS = (P - BEYOND) * ((P - BEYOND).bit_length() - 1) + 2 * BEYOND
+BEST = {"send_recv": (MEETINGS, MEETINGS * 16), "all_reduce": (P, P * 8)}
 
 NOTHING: dict[str, tuple[int, int]] = {}
 # family: what is called, what travels forward, and backward
@@ -226,9 +236,18 @@ FAMILIES = {
         each("all_gather", FIELD // P),
         NOTHING,
     ),
-    "linear/linalg": (torch.linalg.pinv, each("all_gather", FIELD // P), NOTHING),
-    "reduce/sort": (lambda x: x.sort(2)[0], each("all_gather", FIELD // P), each("all_gather", FIELD // P)),
-    "reduce/sort, the largest": (lambda x: x.topk(3, 2)[0], each("all_gather", 6 * ROW, 2), NOTHING),
+    "linear/linalg": (lambda x: torch.linalg.pinv(x[0, 0]), each("all_gather", ROWS // P * 6 * 8), NOTHING),
+    # a channel, of 4, is another rank's in place of rows
+    "linear/linalg, a batch": (torch.linalg.pinv, turned(1), turned(1)),
+    "reduce/sort": (lambda x: x.sort(2)[0], turned(3), turned(2)),
+    # keys and positions of the best of two ranks, and then the values
+    "reduce/sort, the largest": (lambda x: x[0, 0, :, 0].topk(1)[0], BEST, NOTHING),
+    # counts of digits, of the values and of the places, as all are equal; which cell it is, and its bits
+    "reduce/sort, the middle": (
+        lambda x: torch.zeros_like(x[0, 0, :, 0], dtype=torch.uint8).median(),
+        each("all_reduce", 2 * 256 * 8 + 8 + 4, 4),
+        NOTHING,
+    ),
     # how far ranks read, which rows, and these
     "window/grid_sample": (
         shifted,

@@ -14,7 +14,7 @@ reduction of a dtype that has none raises `UnsupportedDtypeError`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from mpi4py import MPI
@@ -101,22 +101,26 @@ def _ordered_all_reduce(x: torch.Tensor, group: Group, op: str) -> torch.Tensor:
 
 
 def _all_reduce_by_halves(flat: torch.Tensor, group: Group, op: str) -> torch.Tensor:
-    """Reduce in the order of a tree over the ranks, that of the lower rank first: so all compute the same bits.
+    total = flat.to(rule_of(op, flat.dtype).carrier or flat.dtype, copy=True)
+    joined = torch.add if op == "sum" else torch.mul
+    return all_reduce_by(joined, total, group, f"all_reduce {op} in order").to(flat.dtype)
 
-    Collective over the group: the logarithm of its size in exchanges of two ranks each. In exchange ``h``, of ``2 h``
-    ranks that follow each other rank ``i`` has the sum of its half with that of ``i + h`` or ``i - h``. Ranks beyond
-    the largest power of two give theirs away before, and get the result.
+
+def all_reduce_by(
+    joined: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], part: torch.Tensor, group: Group, call: str
+) -> torch.Tensor:
+    """Reduce equal-shaped tensors by ``joined(low, high)``, which is associative and gives one such tensor.
+
+    Collective over the group: the logarithm of its size in exchanges of two ranks each. ``call`` is what all call it.
+    The order is that of a tree over the ranks, that of the lower rank first: so all compute the same bits. In exchange
+    ``h``, of ``2 h`` ranks that follow each other rank ``i`` has the result of its half, and meets that of ``i + h`` or
+    ``i - h``. Ranks beyond the largest power of two give theirs away before, and get the result.
     """
-    size, rank, call = group.size, group.rank, f"all_reduce {op} in order"
+    size, rank, total = group.size, group.rank, part
     most = 1 << (size.bit_length() - 1)
-    rule = rule_of(op, flat.dtype)
-    total = flat.to(rule.carrier or flat.dtype, copy=True)
 
     def travel(to: int | None, of: int | None) -> torch.Tensor:
         return send_recv(total, group, to, of, total.shape, call)
-
-    def joined(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-        return low + high if op == "sum" else low * high
 
     if rank >= most:
         travel(rank - most, None)
@@ -132,7 +136,7 @@ def _all_reduce_by_halves(flat: torch.Tensor, group: Group, op: str) -> torch.Te
         total = travel(None, rank - most)
     elif rank + most < size:
         travel(rank + most, None)
-    return total.to(flat.dtype)
+    return total
 
 
 def even(n: int, count: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.ops.rule.dim import normal_dim
 from mpishard.ops.rule.reduction import Reduced, dim_and_keepdim, reduced, worst
+from mpishard.ops.rule.selection import Lines
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -40,7 +41,8 @@ def _check_cells(x: ShardTensor, dims: tuple[int, ...], func: Callable[..., Any]
         raise IndexError(f"{name}(): Expected reduction dim to have non-zero size.")
 
 
-def _same(a: Tensor, b: Tensor) -> Tensor:
+def same_value(a: Tensor, b: Tensor) -> Tensor:
+    """Tell which cells are equal, or both NaN. Not collective."""
     return (a == b) | ((a != a) & (b != b)) if a.is_floating_point() else a == b
 
 
@@ -56,11 +58,30 @@ def _local_extreme(local: Tensor, dims: tuple[int, ...], largest: bool) -> Tenso
 
 
 def extreme(
-    x: ShardTensor, plan: Reduced, keepdim: bool, largest: bool, same: Callable[[Tensor, Tensor], Tensor] = _same
+    x: ShardTensor, plan: Reduced, keepdim: bool, largest: bool, same: Callable[[Tensor, Tensor], Tensor] = same_value
 ) -> ShardTensor:
     """Return the extreme over a sharded dim, whose cotangent goes to cells that are the ``same``.
 
     Collective over ``plan.over``.
+    """
+    group = x.mesh.group(plan.over)
+
+    def find(t: Tensor) -> Tensor:
+        return blocking.all_reduce(_local_extreme(t, plan.dims, largest), group, "max" if largest else "min")
+
+    return shared(x, plan, keepdim, find, same)
+
+
+def shared(
+    x: ShardTensor,
+    plan: Reduced,
+    keepdim: bool,
+    value_of: Callable[[Tensor], Tensor],
+    same: Callable[[Tensor, Tensor], Tensor] = same_value,
+) -> ShardTensor:
+    """Return a value of cells, whose cotangent is shared evenly among all cells that are the ``same``.
+
+    Collective over ``plan.over``. ``value_of`` gives it of the block, with its reduced dims, on every rank.
     """
     mesh, local = x.mesh, x.block
     group, wanted = mesh.group(plan.over), differentiated(local)
@@ -68,7 +89,7 @@ def extreme(
 
     def find(t: Tensor) -> Tensor:
         nonlocal weight
-        values = blocking.all_reduce(_local_extreme(t, plan.dims, largest), group, "max" if largest else "min")
+        values = value_of(t)
         if wanted:
             mask = same(t, values)
             count = blocking.all_reduce(mask.sum(plan.dims, keepdim=True), group)
@@ -121,7 +142,7 @@ def first_of(
     """Return over ranks the extreme value and the smallest index that has it. Collective over ``over``."""
     group = mesh.group(over)
     best = blocking.all_reduce(values, group, "max" if largest else "min")
-    return best, blocking.all_reduce(torch.where(_same(values, best), index, _NOWHERE), group, "min")
+    return best, blocking.all_reduce(torch.where(same_value(values, best), index, _NOWHERE), group, "min")
 
 
 def _with_index(x: ShardTensor, dim: int, plan: Reduced, keepdim: bool, largest: bool) -> tuple[Tensor, Tensor]:
@@ -188,17 +209,6 @@ implements(torch.max, torch.Tensor.max, sharded="reduction")(_max_rule(torch.max
 implements(torch.min, torch.Tensor.min, sharded="reduction")(_max_rule(torch.min, torch.minimum, False))
 
 
-def _flat_position(x: ShardTensor, index: Tensor) -> Tensor:
-    """Return the position in the flattened global tensor of a position in the flattened block."""
-    local, box = x.block.shape, x.sharding.box(x.mesh.coords)
-    out, step = torch.zeros_like(index), 1
-    for d in reversed(range(len(local))):
-        out = out + (index % local[d] + box[d][0]) * step
-        index = torch.div(index, local[d], rounding_mode="floor")
-        step *= x.shape[d]
-    return out
-
-
 def _arg_rule(func: Callable[..., Tensor], largest: bool) -> Callable[..., ShardTensor]:
     def rule(input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
         dim, keepdim = dim_and_keepdim(args, kwargs, func)
@@ -212,10 +222,12 @@ def _arg_rule(func: Callable[..., Tensor], largest: bool) -> Callable[..., Shard
             dim = normal_dim(dim, x.ndim)
             return wrap(_with_index(x, dim, plan, keepdim, largest)[1], plan.out, x.mesh)
 
+        lines = Lines.of(x, plan)
+
         def find(t: Tensor) -> Tensor:
             if t.numel():
                 at = func(t)
-                value, index = t.take(at), _flat_position(x, at)
+                value, index = t.take(at), lines.position(at)
             else:
                 value = t.new_full((), worst(t.dtype, largest))
                 index = torch.full((), _NOWHERE, device=value.device)

@@ -1,4 +1,6 @@
-"""Functions that need some dims whole: these are gathered, torch is called on the blocks, the results are cut again.
+"""Functions that need some dims whole: torch is called on the blocks once they are, and the results are cut again.
+
+They are gathered, or, where a function treats the other dims apart from each other, one of these is cut instead.
 
 A rule declares per operand which dims lie together (labels) and which are gathered (None), and the same of each
 result: along its labels it is cut as the operands are.
@@ -14,13 +16,30 @@ from torch import Tensor
 
 from mpishard.autograd.graph import apart, unpacked
 from mpishard.autograd.linear import differentiated
-from mpishard.layout import Labels
+from mpishard.layout import Labels, cut_elsewhere
 from mpishard.ops.rule.agreement import agree_in_backward, agreed
 from mpishard.ops.rule.align import meet
+from mpishard.ops.rule.dim import trivially_sharded, whole_along
+from mpishard.tensor.notice import notice_gather
+from mpishard.tensor.operand import moved, resolved
+from mpishard.tensor.shard_tensor import ShardTensor
 
 # of the labels of a result, None says that it stays plain: it is the same on every rank
 Results = Labels | list[Labels | None] | Callable[[Tensor], Labels]
 Spare = Callable[[Tensor, list[int], Labels], Tensor]
+
+
+def whole_elsewhere(x: ShardTensor, dims: tuple[int, ...]) -> ShardTensor:
+    """Return ``x`` with ``dims`` whole on every rank, and others cut in their place. Collective where it moves.
+
+    So no rank has more than its share, wherever another dim has cells for all; gathered only where none has.
+    """
+    x = resolved(x)
+    if all(d not in x.sharding.shard_dims or trivially_sharded(x.sharding, d) for d in dims):
+        return whole_along(x, dims)
+    target = cut_elsewhere(x.sharding, dims)
+    notice_gather(x.mesh, x.sharding, target, x.block.itemsize)
+    return moved(x, target)
 
 
 def one_cell(x: Tensor, shape: list[int], labels: Labels) -> Tensor:
@@ -34,6 +53,7 @@ def whole(
     labels: Sequence[Labels] | None = None,
     results: Results | None = None,
     *,
+    elsewhere: bool = False,
     checked: bool = False,
     spare: Spare | None = one_cell,
 ) -> Any:
@@ -52,6 +72,8 @@ def whole(
     results
         Labels of every result, or of each, in a list, or a function of it that gives them. By default all dims
         are whole.
+    elsewhere
+        Whether other dims may be cut in place of those that become whole: all labels are in all results.
     checked
         Whether ``func`` may raise on a rank for what it finds in its cells: then it raises on all, by one reduction.
     spare
@@ -59,6 +81,9 @@ def whole(
         torch gets the block as it is.
     """
     labels = [(None,) * x.ndim if isinstance(x, Tensor) else () for x in operands] if labels is None else labels
+    if elsewhere:
+        gone = [tuple(d for d, label in enumerate(own) if label is None) for own in labels]
+        operands = [whole_elsewhere(x, d) if isinstance(x, ShardTensor) else x for x, d in zip(operands, gone)]
     met = meet(operands, labels)
     held = [(x, own) for x, own in zip(met.locals, labels) if isinstance(x, Tensor)]
     empty = {label for x, own in held for n, label in zip(x.shape, own) if n == 0} - {None} if spare else set()
@@ -113,7 +138,7 @@ def batchwise(func: Callable[..., Any], operands: Sequence[Any], cores: Sequence
     def results(t: Tensor) -> Labels:
         return (*batch, *(None,) * (t.ndim - len(batch)))
 
-    return whole(func, operands, labels, results, checked=True, spare=_harmless)
+    return whole(func, operands, labels, results, elsewhere=True, checked=True, spare=_harmless)
 
 
 def _harmless(x: Tensor, shape: list[int], labels: Labels) -> Tensor:

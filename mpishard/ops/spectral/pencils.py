@@ -7,7 +7,6 @@ is with cotangents of the spectrum that such an operator reads.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from mpishard.autograd.linear import LocalMap, Step, pair
 from mpishard.comm.collective.banded import Banded, fits
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.transport.choice import transport_of
-from mpishard.layout import Layout, Shard, largest, plan_transfer
+from mpishard.layout import Layout, Shard, most_cells, plan_transfer
 
 
 class Turn(NamedTuple):
@@ -69,8 +68,7 @@ def joined(
     """
     dims = swapped(source, target)
     transport = transport_of(mesh.all_ranks, mesh.device)
-    most = math.prod(n if sizes is None else largest(sizes) for sizes, n in zip(source.sizes, source.shape))
-    if dims is None or transport.driver is not None or not fits(most * dtype.itemsize):
+    if dims is None or transport.driver is not None or not fits(most_cells(source) * dtype.itemsize):
         return None
     first, last = turns
     ways = (
