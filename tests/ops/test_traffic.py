@@ -174,6 +174,12 @@ FAMILIES = {
     "linear/matmul": (lambda x: F.linear(x, values(5, 6)), NOTHING, NOTHING),
     "linear/matmul, contraction": (lambda x: F.linear(x.mT, values(5, ROWS)), NOTHING, NOTHING),
     "loss": (lambda x: F.mse_loss(x, torch.zeros_like(x)), each("all_reduce", 8), NOTHING),
+    # maxima, sums and picked scores; back, sums of the cotangents
+    "loss, of sharded classes": (
+        lambda x: F.cross_entropy(x.movedim(2, 1), torch.ones(2, 4, 6, dtype=torch.long)),
+        each("all_reduce", 3 * ROW, 3),
+        each("all_reduce", ROW),
+    ),
     "loss/torch_loss": (
         lambda x: torch.hinge_embedding_loss(x, torch.ones_like(x), 1.0, 1),
         each("all_reduce", 8),

@@ -18,8 +18,10 @@ from mpishard.autograd.redistribute import sum_partial
 from mpishard.autograd.use import use
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, layout_of
+from mpishard.ops.loss.cut_classes import loss_of_cut_classes
 from mpishard.ops.rule.agreement import agreed, blank, in_range
 from mpishard.ops.rule.align import meet
+from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import whole_along
 from mpishard.ops.rule.reduction import HALVES, reduced, summed
 from mpishard.tensor.forgotten import forgotten
@@ -196,8 +198,8 @@ def binary_cross_entropy_with_logits(*args: Any, **kwargs: Any) -> ShardTensor:
     return _logits(**named, reduction=reduction)
 
 
-def _class_input(name: str, named: dict[str, Any]) -> tuple[ShardTensor, CartMesh]:
-    """Return the scores with whole classes. Collective where they are sharded over the classes: those are gathered."""
+def _scores(name: str, named: dict[str, Any]) -> tuple[ShardTensor, int]:
+    """Return the scores, and the dim of their classes. Collective over Partial dims."""
     x = named["input"]
     mesh = mesh_of(named.values())
     if not isinstance(x, ShardTensor):
@@ -209,7 +211,20 @@ def _class_input(name: str, named: dict[str, Any]) -> tuple[ShardTensor, CartMes
             x = moved(x, layout_of(mesh.shape, like.placements, x.shape, like.sizes))
     if x.ndim == 0:
         raise ValueError(f"{name}: expected at least 1 dim of classes")
-    return whole_along(resolved(x), (min(1, x.ndim - 1),)), mesh
+    return resolved(x), min(1, x.ndim - 1)
+
+
+def _class_input(name: str, named: dict[str, Any]) -> tuple[ShardTensor, CartMesh]:
+    """Return the scores with whole classes. Collective where they are sharded over the classes: those are gathered."""
+    x, dim = _scores(name, named)
+    return whole_along(x, (dim,)), x.mesh
+
+
+def _may_stay_cut(x: ShardTensor, dim: int, weight: Tensor | None) -> bool:
+    """Tell whether classes are cut, and the weights those that torch takes, without a gradient. Not collective."""
+    cut = x.sharding.sizes[dim]
+    fits = weight is None or (tuple(weight.shape) == (x.shape[dim],) and not weight.requires_grad)
+    return cut is not None and len(cut) > 1 and fits
 
 
 def _class_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
@@ -218,19 +233,32 @@ def _class_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
 
     def rule(*args: Any, **kwargs: Any) -> ShardTensor:
         named, reduction = _arguments(signature, args, kwargs)
-        x, mesh = _class_input(name, named)
+        x, dim = _scores(name, named)
+        mesh = x.mesh
         target, weight, ignore = named["target"], named["weight"], named["ignore_index"]
-        dim = 1 if x.ndim > 1 else 0
         out = reduced(x.sharding, dim).out
         shares = tuple(target.shape) == tuple(x.shape) and target.is_floating_point()
         expected = tuple(x.shape) if shares else out.shape
         if tuple(target.shape) != expected:
             raise ValueError(f"{name}: expected target of size {list(expected)}, got {list(target.shape)}")
-        labels = fitted(target, mesh, x.sharding if shares else out)
         if isinstance(weight, ShardTensor):
             weight = weight.full_tensor()
-        w = weight if weight is None else use(weight, mesh, x.sharding.sharded_mesh_dims)
         extra = {"label_smoothing": named["label_smoothing"]} if "label_smoothing" in named else {}
+        if _may_stay_cut(x, dim, weight) and not (shares and ignore >= 0):
+            # torch's own errors of dtypes and options
+            one = x.block.new_zeros((1, 1) if shares else (1,), dtype=target.dtype)
+            scale = None if weight is None else weight.new_ones(1)
+            dtype = func(x.block.new_zeros(1, 1), one, scale, ignore_index=ignore, **extra).dtype
+            if autocast_enabled(x.block.device.type) and x.dtype in HALVES:
+                x, weight = x.to(dtype), None if weight is None else weight.to(dtype)  # type: ignore[assignment]
+            smoothing, logits = extra.get("label_smoothing", 0.0), func is F.cross_entropy
+            return loss_of_cut_classes(
+                x, dim, target, weight, shares=shares, logits=logits, ignore=ignore, smoothing=smoothing,
+                reduction=reduction,
+            )  # fmt: skip
+        x = whole_along(x, (dim,))
+        labels = fitted(target, mesh, x.sharding if shares else out)
+        w = weight if weight is None else use(weight, mesh, x.sharding.sharded_mesh_dims)
         local = x.block
 
         shape, classes = local.shape, local.shape[dim]
