@@ -217,7 +217,7 @@ def _quantile_rule(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
             x = resolved(input)
             plan = reduced(x.sharding, None if dim is None else own[0])
             each = 2 * (q.numel() if isinstance(q, Tensor) else 1)
-            if plan.over and plan.count and _stays(x.sharding, plan, _STEPS * BUCKETS * each):
+            if plan.over and plan.count and each and _stays(x.sharding, plan, _STEPS * BUCKETS * each):
                 return _quantile(func, x, q, plan, (dim, keepdim), **kwargs)
         labels = [None if d in own else d for d in range(input.ndim)]
         rest = [d for i, d in enumerate(labels) if keepdim or i not in own]
