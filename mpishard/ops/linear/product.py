@@ -12,7 +12,7 @@ from torch import Tensor
 from mpishard.autograd.linear import differentiated
 from mpishard.layout import layout_of
 from mpishard.ops.rule.autocast import autocast_enabled
-from mpishard.ops.rule.dim import gathered, ints, normal_dim, require_dtype
+from mpishard.ops.rule.dim import gathered, ints, normal_dim, on_domain, require_dtype
 from mpishard.ops.rule.empty_block import scanned
 from mpishard.ops.rule.whole import whole
 from mpishard.ops.rule.write import kept, put_into
@@ -254,7 +254,16 @@ implements(*spellings("pdist"), sharded="gathers")(
     lambda input, p=2: whole(lambda t: F.pdist(t, p), (input,), checked=True)
 )
 implements(*spellings("block_diag"), sharded="gathers")(lambda *tensors: whole(torch.block_diag, tensors))
-implements(*spellings("cartesian_prod"), sharded="gathers")(lambda *tensors: whole(torch.cartesian_prod, tensors))
 implements(torch.combinations, sharded="gathers")(
     lambda input, r=2, with_replacement=False: whole(lambda t: torch.combinations(t, r, with_replacement), (input,))
 )
+
+
+@implements(*spellings("cartesian_prod"), sharded="gathers")
+def cartesian_prod(*tensors: Any) -> Any:
+    """Pair cells of vectors. Collective where they share a mesh dim (one is gathered), and to lay pairs in a row."""
+    on_domain(torch.cartesian_prod, *tensors)  # torch's own errors
+    if len(tensors) == 1:
+        return tensors[0]
+    grids = torch.meshgrid(*tensors, indexing="ij")
+    return torch.stack([grid.reshape(-1) for grid in grids], 1)

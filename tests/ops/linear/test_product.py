@@ -107,8 +107,17 @@ def test_arrangements():
     check(lambda x: torch.kron(x, torch.ones(2, dtype=x.dtype)), field(4, 3), (0, 1), 2)
     check(lambda x: torch.block_diag(x, torch.ones(2, 2, dtype=x.dtype), x), field(3, 4), (0, 1), 0)
     check(lambda x: torch.cartesian_prod(x, x[1:]), field(5), (0,), 0)
+    check(lambda x: torch.cartesian_prod(x, torch.ones(2, dtype=x.dtype), x[:2]), field(5), (0,), 1)
     check(lambda x: torch.combinations(x, 3), field(5), (0,), 0)
     check(lambda x: torch.diagflat(x, 1), field(2, 3), (0, 1), 0)
+
+
+def test_a_product_of_one_vector_is_that_vector():
+    x = ms.distribute_tensor(torch.ones(5), mesh_of((WORLD.size,)), (ms.Shard(0),))
+    assert torch.cartesian_prod(x) is x
+    for wrong in (x.reshape(5, 1), x.sum()):
+        with pytest.raises(RuntimeError, match="1D vector"):
+            torch.cartesian_prod(wrong)
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
