@@ -1,6 +1,7 @@
 """Linear algebra of matrices: each in one piece, the batch dims sharded.
 
-A matrix whose rows or columns are sharded is gathered (never the batch), on every rank that shares its batch.
+A matrix whose rows or columns are sharded moves: the batch is cut in their place, or, where it has no room, they are
+gathered. Tall matrices have a QR decomposition and singular values where their rows are.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpishard.ops.linear.tall import is_tall, tall_qr, tall_svd
 from mpishard.ops.rule.whole import batchwise, whole
 from mpishard.tensor.registry import implements, spellings
 
 _OF_ONE = """
-inv inverse inv_ex det slogdet logdet cholesky cholesky_ex cholesky_inverse qr svd svdvals eig eigvals eigh eigvalsh
+inv inverse inv_ex det slogdet logdet cholesky cholesky_ex cholesky_inverse eig eigvals eigh eigvalsh
 pinv pinverse matrix_power matrix_exp matrix_sqrth lu_factor lu_factor_ex lu cond matrix_rank ldl_factor ldl_factor_ex
 geqrf
 """.split()
@@ -78,6 +80,61 @@ for _name in _OF_ONE:
         implements(_func, sharded="gathers")(
             _rule(_func, {"A" if _func.__name__.startswith("linalg_") else "input": 2})
         )
+
+
+# -- tall matrices
+
+
+def _r_of(A: Tensor) -> Tensor:
+    return torch.linalg.qr(A, "r").R
+
+
+_qr, _triangle, _svd, _svdvals = (
+    _rule(f, {"A": 2}) for f in (torch.linalg.qr, _r_of, torch.linalg.svd, torch.linalg.svdvals)
+)
+_older_qr, _older_svd = (_rule(f, {"input": 2}) for f in (torch.qr, torch.svd))
+
+
+@implements(torch.linalg.qr, sharded="reduction")
+def qr(A: Any, mode: str = "reduced") -> Any:
+    """Decompose into Q and R. Collective where rows or columns are sharded: of tall matrices the rows stay."""
+    if mode not in ("reduced", "r"):
+        return _qr(A, mode)
+    if mode == "r":  # Q has no cells, and no batch
+        r = tall_qr(A)[1] if is_tall(A) else _triangle(A)
+        return torch.return_types.linalg_qr([r.new_empty(0), r])  # type: ignore[attr-defined]
+    return torch.return_types.linalg_qr(tall_qr(A)) if is_tall(A) else _qr(A)  # type: ignore[attr-defined]
+
+
+@implements(torch.qr, torch.Tensor.qr, sharded="reduction")
+def older_qr(input: Any, some: bool = True) -> Any:
+    """Decompose into Q and R. Collective as `qr` is."""
+    return torch.return_types.qr(tall_qr(input)) if some and is_tall(input) else _older_qr(input, some)  # type: ignore[attr-defined]
+
+
+@implements(torch.linalg.svd, sharded="reduction")
+def svd(A: Any, full_matrices: bool = True, *, driver: str | None = None) -> Any:
+    """Decompose into U, S and V^H. Collective where rows or columns are sharded: of tall matrices the rows stay."""
+    if full_matrices or driver is not None or not is_tall(A):
+        return _svd(A, full_matrices, driver=driver)
+    return torch.return_types.linalg_svd(tall_svd(A))  # type: ignore[attr-defined]
+
+
+@implements(torch.svd, torch.Tensor.svd, sharded="reduction")
+def older_svd(input: Any, some: bool = True, compute_uv: bool = True) -> Any:
+    """Decompose into U, S and V. Collective as `svd` is."""
+    if not some or not compute_uv or not is_tall(input):
+        return _older_svd(input, some, compute_uv)
+    u, s, vh = tall_svd(input)
+    return torch.return_types.svd([u, s, vh.mH])  # type: ignore[attr-defined]
+
+
+@implements(torch.linalg.svdvals, sharded="reduction")
+def svdvals(A: Any, *, driver: str | None = None) -> Any:
+    """Return singular values. Collective where rows or columns are sharded: of tall matrices the rows stay."""
+    return _svdvals(A, driver=driver) if driver is not None or not is_tall(A) else tall_svd(A)[1]
+
+
 if hasattr(torch.linalg, "polar"):  # since torch 2.15; torch.polar is another function
     _OF_SEVERAL[torch.linalg.polar] = {"A": 2}
 for _func, _cores in _OF_SEVERAL.items():
