@@ -102,8 +102,8 @@ def test_the_dim_that_leaves_the_smallest_blocks_is_cut():
         return cut_elsewhere(layout_of(mesh_shape, placements, shape), dims).placements
 
     assert there((4,), (Shard(0),), (100, 3, 8), (0,)) == (Shard(2),)
-    # two of them in turn
-    assert there((4, 4), (Shard(0), Shard(0)), (100, 4, 8), (0,)) == (Shard(1), Shard(2))
+    # two of them in turn, the longer one first
+    assert there((4, 4), (Shard(0), Shard(0)), (100, 4, 8), (0,)) == (Shard(2), Shard(1))
     assert there((4,), (Shard(0),), (100, 1), (0,)) == (Replicate(),)
     assert there((4,), (Shard(0),), (100, 8), (0, 1)) == (Replicate(),)
     assert there((100,), (Shard(0),), (100, 2), (0,)) == (Shard(1),)

@@ -25,7 +25,7 @@ def _basis(a: Any, q: int, niter: int) -> Any:
 
 @implements(torch.svd_lowrank, sharded="gathers")
 def svd_lowrank(A: Any, q: int | None = 6, niter: int | None = 2, M: Any = None) -> tuple[Any, Any, Any]:
-    """Return U, S, V of ``q`` columns. Collective as products with the matrix, and `torch.linalg.qr` of thin ones, are."""
+    """Return U, S, V of ``q`` columns. Collective as products with the matrix, and `torch.linalg.qr`, are."""
     mesh = mesh_of((A, M))
     a = on_mesh(A, mesh) if M is None else A - M.broadcast_to(A.shape)
     return _decomposed(a, 6 if q is None else q, 2 if niter is None else niter)

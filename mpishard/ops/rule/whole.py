@@ -8,6 +8,7 @@ result: along its labels it is cut as the operands are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from mpishard.autograd.graph import apart, unpacked
 from mpishard.autograd.linear import differentiated
-from mpishard.layout import Labels, cut_elsewhere
+from mpishard.layout import Labels, cut_elsewhere, most_cells
 from mpishard.ops.rule.agreement import agree_in_backward, agreed
 from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.dim import trivially_sharded, whole_along
@@ -27,18 +28,24 @@ from mpishard.tensor.shard_tensor import ShardTensor
 # of the labels of a result, None says that it stays plain: it is the same on every rank
 Results = Labels | list[Labels | None] | Callable[[Tensor], Labels]
 Spare = Callable[[Tensor, list[int], Labels], Tensor]
+# of what others have at most, its share: beyond that ranks have the same cells, and a collective brings them
+_ROOM = 4
 
 
 def whole_elsewhere(x: ShardTensor, dims: tuple[int, ...]) -> ShardTensor:
     """Return ``x`` with ``dims`` whole on every rank, and others cut in their place. Collective where it moves.
 
-    So no rank has more than its share, wherever another dim has cells for all; gathered only where none has.
+    So no rank has much more than its share; gathered where others have no room for as many ranks.
     """
     x = resolved(x)
-    if all(d not in x.sharding.shard_dims or trivially_sharded(x.sharding, d) for d in dims):
+    layout = x.sharding
+    if all(d not in layout.shard_dims or trivially_sharded(layout, d) for d in dims):
         return whole_along(x, dims)
-    target = cut_elsewhere(x.sharding, dims)
-    notice_gather(x.mesh, x.sharding, target, x.block.itemsize)
+    target = cut_elsewhere(layout, dims)
+    share = math.prod(layout.shape) / math.prod(layout.mesh_shape[m] for m in layout.sharded_mesh_dims)
+    if most_cells(target) > _ROOM * share:
+        return whole_along(x, dims)
+    notice_gather(x.mesh, layout, target, x.block.itemsize)
     return moved(x, target)
 
 
