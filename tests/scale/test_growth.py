@@ -357,6 +357,8 @@ CASES = {
     "topk": on_rows(lambda x: x.topk(3, 1)),
     "sort": on_rows(lambda x: x.sort(1)),
     "median": on_rows(lambda x: x.median(1)),
+    "qr": on_rows(lambda x: torch.linalg.qr(x.mT)),
+    "diagonal": on_field(lambda x: x.diagonal(0, 2, 3)),
     "linear, over cells that are cut": on_rows(lambda x: F.linear(x, weight(4, x.shape[1]))),
     "uneven blocks, whole": on_rows(lambda x: x[:, 3:].redistribute(placements=[ms.Replicate()] * x.mesh.ndim)),
     "to few ranks": on_rows(lambda x: x.redistribute(placements=[ms.Shard(0)] * x.mesh.ndim)),

@@ -13,6 +13,8 @@ found.
 
 from __future__ import annotations
 
+import math
+from itertools import islice
 from typing import Any
 
 import torch
@@ -76,14 +78,30 @@ def _factors(x: ShardTensor) -> tuple[ShardTensor, ShardTensor]:
     assert sizes is not None
     group = mesh.group(layout.shard_dims[rows])
     q, r = torch.linalg.qr(x.block)
-    first = sum(min(size, n) for size in sizes[: group.rank])
-    part, r = _reflected(r, first, group)
+    first = 0
+    for size in islice(sizes, group.rank):
+        if first >= n:  # no row of these is a pivot
+            break
+        first += min(size, n)
+    scale = _scale(r, group).unsqueeze(-2)
+    part, r = _reflected(r * scale, first, group)
     # a diagonal that is positive, and then that of LAPACK
     signs = torch.where(r.diagonal(dim1=-2, dim2=-1).real < 0, -1, 1).to(r.dtype)
-    q, r = (q @ part) * signs.unsqueeze(-2), r * signs.unsqueeze(-1)
+    q, r = (q @ part) * signs.unsqueeze(-2), (r / scale) * signs.unsqueeze(-1)
     signs = _signs(q, layout.offset(mesh.coords)[rows], group)
     whole = resized(unsharded(layout, (rows,)), rows, n)
     return wrap(q * signs.unsqueeze(-2), layout, mesh), wrap(r * signs.unsqueeze(-1), whole, mesh)
+
+
+def _scale(rows: Tensor, group: Group) -> Tensor:
+    """Return a power of two for each column, whose squares then neither overflow nor vanish. Collective."""
+    own = rows.abs()
+    # of no rows there is no largest
+    most = torch.cat([own, own.new_zeros(*own.shape[:-2], 1, own.shape[-1])], -2).amax(-2)
+    most = blocking.all_reduce(most, group, "max")
+    limit = math.log2(torch.finfo(most.dtype).max) - 8
+    exponent = torch.frexp(most.nan_to_num(1, 1, 1)).exponent.clamp(-limit, limit)
+    return torch.ldexp(torch.ones_like(most), -exponent)
 
 
 def _reflected(rows: Tensor, first: int, group: Group) -> tuple[Tensor, Tensor]:

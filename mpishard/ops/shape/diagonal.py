@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from mpishard.autograd.graph import replayed_views
-from mpishard.layout import Layout, Partial, Placement, Shard, bounds, layout_of, sizes_of
+from mpishard.layout import (
+    Layout,
+    Partial,
+    Placement,
+    Shard,
+    as_block_sizes,
+    bounds,
+    layout_of,
+    moved_borders,
+    sizes_of,
+)
 from mpishard.layout.remembered import remembered
 from mpishard.ops.rule.dim import integer, normal_dim, on_domain, settled, viewed
 from mpishard.tensor.operand import resolved
@@ -47,20 +58,32 @@ def _diagonal(layout: Layout, offset: int, a: int, b: int) -> Layout:
     row, column = max(0, -offset), max(0, offset)
     n = max(0, min(layout.shape[a] - row, layout.shape[b] - column))
     mesh_dims = sorted(m for d in (a, b) for m in layout.shard_dims.get(d, ()))
-    sizes, coords = [], [0] * len(layout.mesh_shape)
     # along the diagonal neither the row nor the column goes back, so its blocks follow each other as the ranks do
-    for here in itertools.product(*(range(layout.mesh_shape[m]) for m in mesh_dims)):
-        for m, k in zip(mesh_dims, here):
-            coords[m] = k
-        (top, bottom), (left, right) = layout.interval(a, coords), layout.interval(b, coords)
-        sizes.append(max(0, min(bottom - row, right - column, n) - max(top - row, left - column, 0)))
+    starts = {d: moved_borders(layout.sizes[d], 1, -at, 1, n) for d, at in ((a, row), (b, column)) if layout.sizes[d]}
+    if len(starts) < 2:
+        sizes = sizes_of(*starts.values()) if starts else None
+    else:
+        sizes = as_block_sizes(_met(layout, mesh_dims, starts).tolist())
     rest = [d for d in range(layout.ndim) if d not in (a, b)]
     last = len(rest)
     placements: list[Placement] = [
         Shard(rest.index(p.dim) if p.dim in rest else last) if type(p) is Shard else p for p in layout.placements
     ]
-    cut = [*(layout.sizes[d] for d in rest), tuple(sizes) if mesh_dims else None]
+    cut = [*(layout.sizes[d] for d in rest), sizes]
     return layout_of(layout.mesh_shape, placements, [*(layout.shape[d] for d in rest), n], cut)
+
+
+def _met(layout: Layout, mesh_dims: Sequence[int], starts: Mapping[int, Sequence[int]]) -> np.ndarray:
+    """Return what every rank along some mesh dims has, where its parts of two dims, between borders, are the same."""
+    ranks = np.indices([layout.mesh_shape[m] for m in mesh_dims]).reshape(len(mesh_dims), -1)
+    lo, hi = 0, np.iinfo(np.int64).max
+    for d, borders in starts.items():
+        part = np.zeros(ranks.shape[1], np.int64)
+        for m in layout.shard_dims[d]:
+            part = part * layout.mesh_shape[m] + ranks[mesh_dims.index(m)]
+        ends = np.array(borders)
+        lo, hi = np.maximum(lo, ends[part]), np.minimum(hi, ends[part + 1])
+    return np.maximum(hi - lo, 0)
 
 
 @implements(torch.diagonal, torch.Tensor.diagonal, sharded="local")

@@ -72,6 +72,12 @@ def test_dtypes(dtype):
         torch.testing.assert_close(gathered(found), wanted, **near)
 
 
+def test_columns_of_very_different_size():
+    full = rows(4, dtype=torch.float32) * torch.tensor([1e30, 1e-30, 1e18, 1e-18])
+    for got, expected in zip(linalg.qr(shard(full, mesh_of((P,)), (ms.Shard(0),))), linalg.qr(full)):
+        torch.testing.assert_close(gathered(got), expected, rtol=1e-4, atol=0)
+
+
 def test_blocks_that_are_short_or_empty():
     rng = random.Random(P)
     full = rows(4)
@@ -125,6 +131,6 @@ def test_sums_of_two_rows_for_each_column_travel():
     x = shard(rows(3), mesh_of((P,)), (ms.Shard(0),))
     with ms.comm_counter() as count:
         linalg.qr(x)
-    # and twice so many columns for Q, and the first rows
+    # and the largest of each column, two triangles for Q, and its first rows
     assert set(count.by_op) == {"all_reduce"}
-    assert count.nbytes == 8 * (2 * (3 + 2 + 1) + 2 * 9 + 9)
+    assert count.nbytes == 8 * (3 + 2 * (3 + 2 + 1) + 2 * 9 + 9)
