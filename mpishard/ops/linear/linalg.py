@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mpishard.ops.linear.tall import is_tall, tall_qr, tall_svd
+from mpishard.ops.rule.dim import on_domain
 from mpishard.ops.rule.whole import batchwise, whole
 from mpishard.tensor.registry import implements, spellings
 
@@ -85,12 +86,13 @@ for _name in _OF_ONE:
 # -- tall matrices
 
 
-def _r_of(A: Tensor) -> Tensor:
+def linalg_qr(A: Tensor) -> Tensor:
+    """Return R alone. Not collective."""
     return torch.linalg.qr(A, "r").R
 
 
 _qr, _triangle, _svd, _svdvals = (
-    _rule(f, {"A": 2}) for f in (torch.linalg.qr, _r_of, torch.linalg.svd, torch.linalg.svdvals)
+    _rule(f, {"A": 2}) for f in (torch.linalg.qr, linalg_qr, torch.linalg.svd, torch.linalg.svdvals)
 )
 _older_qr, _older_svd = (_rule(f, {"input": 2}) for f in (torch.qr, torch.svd))
 
@@ -109,7 +111,10 @@ def qr(A: Any, mode: str = "reduced") -> Any:
 @implements(torch.qr, torch.Tensor.qr, sharded="reduction")
 def older_qr(input: Any, some: bool = True) -> Any:
     """Decompose into Q and R. Collective as `qr` is."""
-    return torch.return_types.qr(tall_qr(input)) if some and is_tall(input) else _older_qr(input, some)  # type: ignore[attr-defined]
+    if not some or not is_tall(input):
+        return _older_qr(input, some)
+    on_domain(torch.qr, input)  # torch's own warning, or error where it has gone
+    return torch.return_types.qr(tall_qr(input))  # type: ignore[attr-defined]
 
 
 @implements(torch.linalg.svd, sharded="reduction")

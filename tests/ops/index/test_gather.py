@@ -11,6 +11,7 @@ import mpishard as ms
 from tests.compare import WORLD, compare, gathered, mesh_of, mesh_shapes, shard, skew
 from tests.ops.index.test_added import drawn_operand
 from tests.ops.windows import field
+from tests.release import RELEASE
 
 SHAPE = (4, 13, 3)
 
@@ -19,12 +20,14 @@ def numbers(n, *shape):
     return torch.randint(n, shape, generator=torch.Generator().manual_seed(n))
 
 
+# older torch takes no numbers around the end
+AROUND = 6 if RELEASE >= (2, 13) else 0
 PICKS = {
     "one of each": (lambda x, i: x.gather(1, i), numbers(13, 4, 1, 3)),
     "some of some": (lambda x, i: torch.gather(x, -2, i) ** 2, numbers(13, 2, 2, 2)),
     "the same": (lambda x, i: x.gather(1, i * 0 + 5), numbers(13, 4, 3, 1)),
     "first dim": (lambda x, i: x.gather(0, i), numbers(4, 1, 13, 3)),
-    "take_along_dim": (lambda x, i: torch.take_along_dim(x, i - 6, 1), numbers(13, 1, 2, 1)),
+    "take_along_dim": (lambda x, i: torch.take_along_dim(x, i - AROUND, 1), numbers(13, 1, 2, 1)),
     "of all": (lambda x, i: x.take_along_dim(i), numbers(4 * 13 * 3, 7)),
     "many": (lambda x, i: x.gather(1, i), numbers(13, 4, 20, 3)),
     "a vector": (lambda x, i: x[0, :, 0].gather(0, i) * x.sum(), numbers(13, 2)),
