@@ -13,7 +13,6 @@ found.
 
 from __future__ import annotations
 
-import math
 from itertools import islice
 from typing import Any
 
@@ -99,9 +98,9 @@ def _scale(rows: Tensor, group: Group) -> Tensor:
     # of no rows there is no largest
     most = torch.cat([own, own.new_zeros(*own.shape[:-2], 1, own.shape[-1])], -2).amax(-2)
     most = blocking.all_reduce(most, group, "max")
-    limit = math.log2(torch.finfo(most.dtype).max) - 8
-    exponent = torch.frexp(most.nan_to_num(1, 1, 1)).exponent.clamp(-limit, limit)
-    return torch.ldexp(torch.ones_like(most), -exponent)
+    usable = most.isfinite() & (most >= torch.finfo(most.dtype).tiny)
+    # exact: a number by its mantissa is a power of two
+    return torch.where(usable, 4 * torch.frexp(most).mantissa / torch.where(usable, most, 1), 1)
 
 
 def _reflected(rows: Tensor, first: int, group: Group) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from mpishard.autograd.graph import apart, unpacked
 from mpishard.autograd.linear import differentiated
-from mpishard.layout import Labels, cut_elsewhere, most_cells
+from mpishard.layout import Labels, Layout, cut_elsewhere, most_cells
+from mpishard.layout.remembered import remembered
 from mpishard.ops.rule.agreement import agree_in_backward, agreed
 from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.dim import trivially_sharded, whole_along
@@ -28,8 +29,16 @@ from mpishard.tensor.shard_tensor import ShardTensor
 # of the labels of a result, None says that it stays plain: it is the same on every rank
 Results = Labels | list[Labels | None] | Callable[[Tensor], Labels]
 Spare = Callable[[Tensor, list[int], Labels], Tensor]
-# of what others have at most, its share: beyond that ranks have the same cells, and a collective brings them
+# how often its share of the cells a rank may get: beyond that many ranks get the same ones, which a gather is for
 _ROOM = 4
+
+
+@remembered
+def _elsewhere(layout: Layout, dims: tuple[int, ...]) -> Layout | None:
+    """Return the layout with other dims cut in place of some, or None where they have no room. Not collective."""
+    target = cut_elsewhere(layout, dims)
+    share = math.prod(layout.shape) / math.prod(layout.mesh_shape[m] for m in layout.sharded_mesh_dims)
+    return target if most_cells(target) <= _ROOM * share else None
 
 
 def whole_elsewhere(x: ShardTensor, dims: tuple[int, ...]) -> ShardTensor:
@@ -41,9 +50,8 @@ def whole_elsewhere(x: ShardTensor, dims: tuple[int, ...]) -> ShardTensor:
     layout = x.sharding
     if all(d not in layout.shard_dims or trivially_sharded(layout, d) for d in dims):
         return whole_along(x, dims)
-    target = cut_elsewhere(layout, dims)
-    share = math.prod(layout.shape) / math.prod(layout.mesh_shape[m] for m in layout.sharded_mesh_dims)
-    if most_cells(target) > _ROOM * share:
+    target = _elsewhere(layout, dims)
+    if target is None:
         return whole_along(x, dims)
     notice_gather(x.mesh, layout, target, x.block.itemsize)
     return moved(x, target)
